@@ -1,0 +1,46 @@
+"""verl_shard: which model goes on which GPU, does it fit, and verl's own trainer run over the answer.
+
+The public names load on first use, so that `import verl_shard` costs nothing and imports neither torch nor verl.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from verl_shard._version import __version__
+
+if TYPE_CHECKING:
+    from verl_shard.common.errors import ConfigError as ConfigError
+    from verl_shard.common.errors import DoesNotFitError as DoesNotFitError
+    from verl_shard.common.errors import Finding as Finding
+    from verl_shard.common.errors import MissingExtraError as MissingExtraError
+    from verl_shard.common.errors import RunError as RunError
+    from verl_shard.common.errors import ShardError as ShardError
+    from verl_shard.mapping.build import build_device_map as build_device_map
+    from verl_shard.mapping.device_map import DeviceMap as DeviceMap
+    from verl_shard.runtime.load import load_sharded as load_sharded
+
+_HOME = {
+    "build_device_map": "verl_shard.mapping.build",
+    "DeviceMap": "verl_shard.mapping.device_map",
+    "load_sharded": "verl_shard.runtime.load",
+    "Finding": "verl_shard.common.errors",
+    "ShardError": "verl_shard.common.errors",
+    "ConfigError": "verl_shard.common.errors",
+    "DoesNotFitError": "verl_shard.common.errors",
+    "MissingExtraError": "verl_shard.common.errors",
+    "RunError": "verl_shard.common.errors",
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'verl_shard' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
