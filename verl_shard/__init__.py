@@ -33,7 +33,7 @@ _HOME = {
     "RunError": "verl_shard.common.errors",
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
