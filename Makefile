@@ -1,5 +1,6 @@
 # Two commands set everything up: `make quickstart` and `make test`.
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# The first of these that runs (a version manager may leave a name on the path with nothing behind it).
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/null && command -v $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -1,0 +1,57 @@
+"""What memory each phase of a run really took, as lines of the run folder's memory.jsonl."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from verl_shard.common.files import append_json_line
+from verl_shard.common.notices import run_dir
+
+
+def host_peak() -> int:
+    """The largest resident set of this process so far, in bytes."""
+    # Linux counts ru_maxrss in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def record_memory(role: str, phase: str, step: int) -> Iterator[None]:
+    """Records the peaks of the block it wraps: bytes allocated and reserved for each GPU, and the host's resident set.
+
+    Outside a run it does nothing. The GPUs' peak counters are reset on entry, so that each phase has its own peak.
+    """
+    folder = run_dir()
+    if folder is None or not folder.is_dir():
+        yield
+        return
+    import torch
+
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    for gpu in gpus:
+        torch.cuda.reset_peak_memory_stats(gpu)
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        record = {
+            "time": time.time(),
+            "pid": os.getpid(),
+            "step": step,
+            "role": role,
+            "phase": phase,
+            "seconds": time.perf_counter() - start,
+            "host_peak": host_peak(),
+            "gpus": {
+                gpu: {
+                    "allocated": torch.cuda.memory_allocated(gpu),
+                    "peak": torch.cuda.max_memory_allocated(gpu),
+                    "peak_reserved": torch.cuda.max_memory_reserved(gpu),
+                }
+                for gpu in gpus
+            },
+        }
+        append_json_line(folder / "memory.jsonl", record)

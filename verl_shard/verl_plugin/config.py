@@ -1,0 +1,146 @@
+"""verl's configuration classes for the device_map engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig
+from verl.workers.config.engine import EngineConfig
+
+from verl_shard.common.errors import ConfigError, Finding
+
+PRECISIONS = ("bf16-mixed", "bf16", "fp32")
+ROLES = ("actor", "critic", "ref")
+
+# What FSDPEngineConfig brings and this engine does not read; each with what to write instead.
+_UNUSED = {
+    "param_offload": "this engine keeps its weights where the device_map puts them",
+    "optimizer_offload": "this engine keeps optimizer states beside their weights",
+    "offload_policy": "that is FSDP2's; this engine keeps its weights where the device_map puts them",
+    "fsdp_size": "set trainer.n_gpus_per_node, the number of processes; each takes its own GPUs",
+    "reshard_after_forward": "this engine shards by layer and gathers nothing",
+    "forward_prefetch": "this engine shards by layer and gathers nothing",
+    "use_orig_params": "this engine always has the model's own parameters",
+    "wrap_policy": "this engine wraps nothing",
+    "model_dtype": "set precision",
+    "mixed_precision": "set precision",
+    "dtype": "set precision",
+    "ulysses_sequence_parallel_size": "this engine has no sequence parallelism; leave it at 1",
+    "use_no_sync_for_gradient_accumulation": "this engine communicates once for every optimizer step anyway",
+}
+
+
+@dataclass
+class DeviceMapEngineConfig(FSDPEngineConfig):
+    """One transformers model over the GPUs of one process.
+
+    role: which role this engine plays: "actor", "critic" or "ref"; it names the entry of `plan`.
+    device_map: "balanced", or a map from module name to GPU id (or "cpu"), as transformers takes it.
+    plan: a plan.yaml; when given, the role's device_map and precision are taken from it.
+    precision: "bf16-mixed" (fp32 weights, bf16 autocast), "bf16" (half the weights' memory; pure bf16 training
+        loses small updates) or "fp32". By default bf16-mixed for trainable roles and bf16 for scoring roles on CUDA,
+        fp32 on the CPU.
+    strict: raise instead of falling back when the attention asked for cannot run.
+    max_memory: bytes for each GPU id, or text such as "80GiB"; a balanced map stays under it.
+    """
+
+    strategy: str = "device_map"
+    role: str = "actor"
+    device_map: Any = "balanced"
+    plan: str | None = None
+    precision: str | None = None
+    strict: bool = False
+    max_memory: dict[Any, Any] | None = None
+    use_torch_compile: bool = False
+
+    def __post_init__(self) -> None:
+        # FSDPEngineConfig's own check knows only FSDP's strategies.
+        EngineConfig.__post_init__(self)
+        if faults := list(self._faults()):
+            raise ConfigError(faults)
+
+    def _faults(self) -> list[Finding]:
+        where = f"{self.role}.device_map"
+        faults = []
+
+        def fault(code: str, key: str, given: object, why: str, fix: str) -> None:
+            faults.append(Finding("error", code, f"{where}.{key}", str(given), why, fix))
+
+        if self.role not in ROLES:
+            fault("unknown-role", "role", self.role, "no such role", f"Use one of {', '.join(ROLES)}")
+        if self.precision not in (None, *PRECISIONS):
+            fault("unknown-precision", "precision", self.precision, "no such precision",
+                  f"Use one of {', '.join(PRECISIONS)}, or null for the default")  # fmt: skip
+        if self.plan is not None and not Path(self.plan).is_file():
+            fault("no-plan", "plan", self.plan, "there is no such file", "Name a plan.yaml, or null")
+        if not isinstance(self.device_map, Mapping) and self.device_map not in ("balanced", "auto", "cpu"):
+            fault("unknown-device-map", "device_map", self.device_map, "not a device_map",
+                  'Use "balanced", or a map from module name to GPU id')  # fmt: skip
+        if isinstance(self.device_map, Mapping) and not self.forward_only:
+            faults += untrainable(self.device_map, f"{where}.device_map")
+        for item in fields(FSDPEngineConfig):
+            default = item.default_factory() if item.default_factory is not MISSING else item.default
+            if item.name in _UNUSED and getattr(self, item.name) != default:
+                fault("unused-key", item.name, getattr(self, item.name), "the device_map engine does not read it",
+                      _UNUSED[item.name][0].upper() + _UNUSED[item.name][1:])  # fmt: skip
+        if getattr(self.qat, "enable", False):
+            fault("unused-key", "qat.enable", True, "the device_map engine has no quantisation-aware training",
+                  "Set it to false")  # fmt: skip
+        return faults
+
+
+def untrainable(device_map: Mapping[str, Any], where: str) -> list[Finding]:
+    """Findings for modules of a trainable role that accelerate would offload.
+
+    accelerate moves offloaded weights in and out around each forward, so autograd never reaches the copy that stays:
+    such layers are silently not trained (accelerate#3785). A model that is wholly on the CPU trains there.
+    """
+    away = {name: device for name, device in device_map.items() if str(device) in ("cpu", "disk")}
+    if not away or (len(away) == len(device_map) and "disk" not in away.values()):
+        return []
+    names = ", ".join(f"{name} -> {device}" for name, device in list(away.items())[:4])
+    more = f" and {len(away) - 4} more" if len(away) > 4 else ""
+    return [
+        Finding(
+            "error", "offloaded-and-trainable", where, names + more,
+            "weights offloaded to the host or disk are not trained (accelerate copies them in for the forward only)",
+            "Put these modules on GPUs, or use LoRA or fewer micro-batch tokens so that the model fits",
+        )
+    ]  # fmt: skip
+
+
+@dataclass
+class DeviceMapActorConfig(ActorConfig):
+    """Actor or reference policy on the device_map engine."""
+
+    strategy: str = "device_map"
+    grad_clip: float = 1.0
+    device_map: DeviceMapEngineConfig = field(default_factory=DeviceMapEngineConfig)
+    use_remove_padding: bool = False
+    use_rollout_log_probs: bool = False
+    ulysses_sequence_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.engine = self.device_map
+
+
+@dataclass
+class DeviceMapCriticConfig(CriticConfig):
+    """Critic on the device_map engine."""
+
+    _mutable_fields = CriticConfig._mutable_fields | {"forward_micro_batch_size", "forward_micro_batch_size_per_gpu"}
+
+    strategy: str = "device_map"
+    grad_clip: float = 1.0
+    device_map: DeviceMapEngineConfig = field(default_factory=lambda: DeviceMapEngineConfig(role="critic"))
+    forward_micro_batch_size: int | None = None
+    forward_micro_batch_size_per_gpu: int | None = None
+    ulysses_sequence_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.engine = self.device_map

@@ -1,0 +1,182 @@
+"""verl's `device_map` engine: one transformers model over the GPUs of one process.
+
+It takes micro-batching, losses, LoRA, schedules and checkpoints from verl's FSDP engine, and differs in four things: the model is
+loaded by `load_sharded` and never wrapped; it is never moved; labels travel to the GPU where the logits are, instead of
+the logits to the labels; and the module is there for the `hf` rollout to generate on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils.device import get_device_name
+from verl.utils.py_functional import convert_to_regular_types
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.utils import detach_tree
+
+from verl_shard.common.errors import ConfigError, config_error
+from verl_shard.common.seeds import derive_seed
+from verl_shard.planning.plan_file import read_role
+from verl_shard.runtime.dispatch import input_device, keep_outputs_in_place
+from verl_shard.runtime.load import load_sharded
+from verl_shard.runtime.memory_record import record_memory
+from verl_shard.verl_plugin import hooks
+from verl_shard.verl_plugin.config import untrainable
+
+ENGINES: dict[str, DeviceMapEngine] = {}
+"""The engines of this process by role; the rollout generates on the actor's."""
+
+_DTYPES = {
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp32": (torch.float32, torch.float32),
+}
+
+
+def resolve_precision(precision: str | None, *, forward_only: bool, device: str) -> str:
+    """The precision that is meant when none is set: fp32 on the CPU, else bf16-mixed for training and bf16 for scoring."""
+    if precision is not None:
+        return precision
+    if device == "cpu":
+        return "fp32"
+    return "bf16" if forward_only else "bf16-mixed"
+
+
+class DeviceMapEngine(FSDPEngine):
+    """What the language-model and the value-model engine share."""
+
+    step = 0
+    """The global step being worked on, told by the rollout's weight update; for the memory record."""
+
+    def initialize(self) -> None:
+        """Builds model, optimizer and schedule, and makes the module known to this process's rollout."""
+        if (world := torch.distributed.get_world_size()) != 1:
+            raise config_error(
+                "one-process", "trainer.n_gpus_per_node", world,
+                f"{world} processes would each train their own copy: this engine does not average gradients over processes",
+                "Set trainer.n_gpus_per_node=1 trainer.nnodes=1: the one process uses all GPUs it sees",
+            )  # fmt: skip
+        super().initialize()
+        ENGINES[self.engine_config.role] = self
+
+    def _build_module(self) -> torch.nn.Module:
+        engine, model = self.engine_config, self.model_config
+        planned = read_role(engine.plan, engine.role) if engine.plan else {}
+        device_map = convert_to_regular_types(planned.get("device_map", engine.device_map))
+        if device_map == "auto":
+            device_map = "balanced"
+        trainable_map = isinstance(device_map, Mapping) and not engine.forward_only
+        if trainable_map and (faults := untrainable(device_map, f"{engine.role}.device_map.device_map")):
+            raise ConfigError(faults)
+        precision = resolve_precision(
+            planned.get("precision", engine.precision), forward_only=engine.forward_only, device=get_device_name()
+        )
+        weights_dtype, self._autocast_dtype = _DTYPES[precision]
+        value_model = model.model_type == "value_model"
+        if value_model:
+            # As verl sets them: one value per token, and a deterministic head.
+            model.hf_config.num_labels = 1
+            for name in ("classifier_dropout", "hidden_dropout", "summary_dropout_prob"):
+                setattr(model.hf_config, name, 0.0)
+        # A value head has no weights in the folder: without a seed it would differ from launch to launch.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(engine.seed, engine.role, "new weights"))
+            module = load_sharded(
+                model.local_path,
+                "cpu" if get_device_name() == "cpu" else device_map,
+                task="value" if value_model else "causal-lm",
+                dtype=weights_dtype,
+                attn_implementation=hooks.attention_of(model.hf_config),
+                gradient_checkpointing=model.enable_gradient_checkpointing and not engine.forward_only,
+                max_memory=convert_to_regular_types(engine.max_memory),
+                strict=engine.strict,
+                config=model.hf_config,
+                trust_remote_code=model.trust_remote_code,
+                autocast_dtype=self._autocast_dtype,
+            )
+        if model.use_fused_kernels:
+            hooks.patch_fused_kernels(module, model)
+        keep_outputs_in_place(module)
+        return module
+
+    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        self.scaler = None
+        return module
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Nothing: the device_map says where each block lives, and moving the whole would undo it."""
+
+    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        """(name, detached parameter) pairs on their own devices; the hf rollout shares the module and reads none."""
+        return ((name, value.detach()) for name, value in self.module.state_dict().items()), None
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+        phase = "forward" if forward_only else "train"
+        with record_memory(self.engine_config.role, phase, ENGINES.get("actor", self).step):
+            return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The autocast under which this engine runs forwards; generation uses the same."""
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """One micro-batch: inputs go to the first block's device, everything the loss needs to the last one's.
+
+        verl's own version has all on one device. The logits are the largest tensor of the pass (tokens x vocabulary), the
+        labels the smallest, so it is the labels that travel.
+        """
+        micro_batch = micro_batch.to(input_device(self.module))
+        model_inputs, output_args = self.prepare_model_inputs(micro_batch=micro_batch)
+        with self.autocast():
+            output = self.module(**model_inputs, use_cache=False)
+            where = hooks.output_device(output)
+            micro_batch = micro_batch.to(where)
+            output_args = {
+                name: value.to(where) if isinstance(value, torch.Tensor) else value for name, value in output_args.items()
+            }
+            model_output = self.prepare_model_outputs(
+                output=output, output_args=output_args, micro_batch=micro_batch, logits_processor_func=loss_function
+            )
+            if loss_function is None:
+                loss, metrics = torch.ones((), device=where), {}
+            else:
+                loss, metrics = loss_function(
+                    model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
+                )
+        detached = detach_tree(model_output)
+        return loss, {"model_output": detached, "loss": loss.detach().item(), "metrics": metrics}
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None, **_: Any
+    ) -> None:
+        """Writes verl's checkpoint layout; the model stays where it is."""
+        self.checkpoint_manager.save_checkpoint(
+            local_path=local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=max_ckpt_to_keep
+        )
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
+    ) -> None:
+        """Restores weights, optimizer, schedule and random state; every key must match."""
+        self.checkpoint_manager.load_checkpoint(
+            local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
+        )
+
+
+@EngineRegistry.register(model_type="language_model", backend="device_map", device=["cpu", "cuda"])
+class DeviceMapEngineWithLMHead(DeviceMapEngine, FSDPEngineWithLMHead):
+    """Actor and reference policy."""
+
+
+@EngineRegistry.register(model_type="value_model", backend="device_map", device=["cpu", "cuda"])
+class DeviceMapEngineWithValueHead(DeviceMapEngine, FSDPEngineWithValueHead):
+    """Critic: one value per token from a token-classification head."""

@@ -1,0 +1,171 @@
+"""Every place where verl 0.9 is touched under its public surface, and the check that all of them are still there.
+
+verl has no extension point for these. Whoever moves to another verl starts here: `missing()` names what is gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.version import Version
+
+SUPPORTED = (Version("0.9.1"), Version("0.10"))
+"""The first verl this plugin was run with, and the first it is not meant for."""
+
+_NEEDED = {
+    "verl.plugin.platform": ("PlatformBase", "PlatformRegistry"),
+    "verl.utils.distributed": ("initialize_global_process_group_ray",),
+    "verl.utils.logging_utils": ("configure_verl_logging",),
+    "verl.workers.rollout.base": ("_ROLLOUT_REGISTRY", "BaseRollout"),
+    "verl.workers.rollout.replica": ("RolloutReplicaRegistry", "RolloutReplica", "RolloutMode", "TokenOutput"),
+}
+_NEEDED_LATER = {
+    "verl.workers.engine.base": ("EngineRegistry",),
+    "verl.workers.engine.fsdp.transformer_impl": ("FSDPEngine", "FSDPEngineWithLMHead", "FSDPEngineWithValueHead"),
+    "verl.trainer.ppo.v1.replay_buffer": ("ReplayBuffer", "ReplayBufferAsync"),
+    "verl.trainer.ppo.v1.agent_loop_tq": ("AgentLoopManagerTQ", "AgentLoopWorkerTQ"),
+    "verl.trainer.ppo.v1.trainer_base": ("PPOTrainer",),
+}
+
+_ABSENT_ENGINES = ("torchtitan", "veomni", "automodel", "mindspeed", "megatron")
+
+
+def missing(*, everything: bool = False) -> list[str]:
+    """What this plugin needs of the installed verl and does not find, one line each.
+
+    Without `everything`, only the modules that `import verl` loads anyway are looked into.
+    """
+    try:
+        installed = Version(version("verl"))
+    except PackageNotFoundError:
+        return ["verl is not installed"]
+    if not SUPPORTED[0] <= installed < SUPPORTED[1]:
+        return [f"verl {installed} is installed; this plugin is for verl >={SUPPORTED[0]},<{SUPPORTED[1]}"]
+    gone = []
+    for module, names in {**_NEEDED, **(_NEEDED_LATER if everything else {})}.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            gone.append(f"{module}: {error}")
+            continue
+        gone += [f"{module}.{name}" for name in names if not hasattr(found, name)]
+    return gone
+
+
+def silence_absent_engines() -> None:
+    """verl warns of each engine that is not installed whenever its engines are imported; nobody here asked for those."""
+    for name in _ABSENT_ENGINES:
+        warnings.filterwarnings("ignore", message=f"{name} engine is not available", category=UserWarning)
+
+
+def register_rollout(name: str, adapter: str, replica: Callable[[], type]) -> None:
+    """Makes a rollout known by name; verl's table of adapters is private and has no register function."""
+    from verl.workers.rollout import base
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    base._ROLLOUT_REGISTRY[(name, "async")] = adapter
+    RolloutReplicaRegistry.register(name, replica)
+
+
+def before_training_workers(prepare: Callable[[], None]) -> None:
+    """Runs `prepare` in each training worker before it looks for its engine, and gives a CPU worker a process group.
+
+    The group: verl asks for "cpu:gloo,cpu:gloo", which torch refuses. The moment: engines cannot be registered lazily, and
+    importing them in every process would cost each several seconds.
+    """
+    from verl.utils import distributed
+    from verl.utils.device import get_device_name
+
+    original = distributed.initialize_global_process_group_ray
+
+    def initialize(timeout_second: int | None = None, backend: str | None = None) -> None:
+        prepare()
+        if backend is None and get_device_name() == "cpu":
+            backend = "cpu:gloo"
+        original(timeout_second=timeout_second, backend=backend)
+
+    distributed.initialize_global_process_group_ray = initialize
+
+
+def before_trainer(prepare: Callable[[Any], None]) -> None:
+    """Runs `prepare(config)` when verl's V1 trainer is made, before it reads its configuration.
+
+    A config group cannot do this: verl's own defaults come after `model_engine` and win. `configure_verl_logging` is the
+    first thing the trainer's process calls, and the trainer's module is imported only after it.
+    """
+    from verl.utils import logging_utils
+
+    original = logging_utils.configure_verl_logging
+
+    def configure(*args: Any, **kwargs: Any) -> Any:
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+        if not hasattr(PPOTrainer.__init__, "verl_shard"):
+            initialize = PPOTrainer.__init__
+
+            def init(self: Any, config: Any) -> None:
+                prepare(config)
+                initialize(self, config)
+
+            init.verl_shard = True  # type: ignore[attr-defined]
+            PPOTrainer.__init__ = init
+        return original(*args, **kwargs)
+
+    logging_utils.configure_verl_logging = configure
+
+
+def class_behind(actor_class: Any) -> type:
+    """The plain class of a Ray actor class, which cannot itself be subclassed into another actor."""
+    plain: type = actor_class.__ray_metadata__.modified_class
+    return plain
+
+
+def group_options(refill_fn: Any, *, sync: bool) -> dict[str, Any]:
+    """The arguments on group filtering that verl gives its own sampler and withholds from a custom one.
+
+    refill_fn: the trainer's bound method, the only way from a sampler to its trainer.
+    Mirrors PPOTrainer._build_replay_buffer.
+    """
+    trainer = refill_fn.__self__
+    config = trainer.config
+    metric = trainer._resolve_filter_groups_metric()
+    refill = bool(config.trainer.v1.sampler.get("sync_refill_failed_groups", False))
+    options: dict[str, Any] = {"filter_groups_metric": metric, "sync_refill_failed_groups": refill}
+    if sync:
+        batch = config.data.train_batch_size
+        exact = metric is not None or refill
+        options["train_batch_size"] = batch
+        options["gen_batch_size"] = 1 if exact else (config.data.get("gen_batch_size", None) or batch)
+        options["max_inflight_gen_batches"] = (
+            config.algorithm.filter_groups.get("max_inflight_gen_batches", 1) if metric is not None else 1
+        )
+    return options
+
+
+def attention_of(hf_config: Any) -> str:
+    """The attention that verl put into a model's config ("flash_attention_2" unless it was told otherwise)."""
+    return getattr(hf_config, "_attn_implementation", None) or "sdpa"
+
+
+def patch_fused_kernels(module: Any, model_config: Any) -> None:
+    """verl's fused linear-cross-entropy forward, which makes no tokens x vocabulary logits."""
+    from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+    options = model_config.fused_kernel_options or {}
+    apply_monkey_patch(
+        model=module,
+        use_remove_padding=False,
+        ulysses_sp_size=1,
+        use_fused_kernels=True,
+        fused_kernels_backend=options.get("impl_backend", None),
+    )
+
+
+def output_device(output: Any) -> Any:
+    """The device of a forward's result: its logits, or with fused kernels its log-probabilities."""
+    result = getattr(output, "logits", None)
+    return (output.log_probs if result is None else result).device
