@@ -101,6 +101,16 @@ class ModelSpec:
         last_block = max((self.order.index(b.names[-1]) for b in self.blocks if b.kind == "block"), default=-1)
         return next((name for name in reversed(self.order[last_block + 1 :]) if name in heads), None)
 
+    def piece_of(self, tensor: str) -> str:
+        """The name in `order` that a tensor belongs to."""
+        while tensor and tensor not in self._pieces:
+            tensor = tensor.rpartition(".")[0]
+        return tensor
+
+    @cached_property
+    def _pieces(self) -> frozenset[str]:
+        return frozenset(self.order)
+
     def devices_of(self, device_map: Mapping[str, Device]) -> tuple[Device, ...]:
         """The device of each Block under any map of names to devices, the longest name that matches deciding.
 

@@ -1,0 +1,163 @@
+"""DeviceMap: which module is on which device, as the dict that `from_pretrained(device_map=...)` takes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from verl_shard.common.errors import config_error
+from verl_shard.common.files import write_whole
+from verl_shard.common.tables import table
+from verl_shard.common.units import format_bytes
+from verl_shard.mapping.devices import DeviceId, device_label, parse_device
+
+SCHEMA = "verl_shard/device_map/1"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one device holds."""
+
+    device: DeviceId
+    pieces: tuple[str, ...]
+    """Its pieces in order of execution, for people: runs of blocks are written "model.layers.0-5"."""
+    n_blocks: int
+    weight_bytes: int
+    buffer_bytes: int
+    cap: int | None = None
+    """The bytes it may hold; None is no limit."""
+
+    @property
+    def n_bytes(self) -> int:
+        return self.weight_bytes + self.buffer_bytes
+
+
+class DeviceMap(dict[str, DeviceId]):
+    """A dict of module names to devices that cannot be changed, with what each device holds beside it.
+
+    Pass it as it is to `load_sharded`, or to `from_pretrained(device_map=...)` of transformers.
+    """
+
+    stages: tuple[Stage, ...]
+    """One for each device in the order in which the model runs through them."""
+    model: str
+    """The model that it was made for."""
+    dtype: str
+    purpose: str
+
+    def __init__(
+        self,
+        device_map: Mapping[str, Any],
+        stages: tuple[Stage, ...] = (),
+        *,
+        model: str = "",
+        dtype: str = "",
+        purpose: str = "inference",
+    ) -> None:
+        super().__init__({name: parse_device(device, f"device_map[{name!r}]") for name, device in device_map.items()})
+        self.stages, self.model, self.dtype, self.purpose = stages, model, dtype, purpose
+
+    @property
+    def loads(self) -> dict[DeviceId, int]:
+        """Bytes of weights and buffers on each device that is used."""
+        return {stage.device: stage.n_bytes for stage in self.stages}
+
+    def report(self) -> str:
+        """A table for people: for each device its pieces, bytes, share of the whole, and head-room below its limit."""
+        total = sum(self.loads.values())
+        limited = any(stage.cap is not None for stage in self.stages)
+        columns = ["device", "holds", "blocks", "bytes", "share", *(["left of its limit"] if limited else [])]
+        rows = []
+        for stage in self.stages:
+            share = f"{stage.n_bytes / total:.1%}" if total else "-"
+            row = [
+                device_label(stage.device),
+                ", ".join(stage.pieces),
+                stage.n_blocks,
+                format_bytes(stage.n_bytes),
+                share,
+            ]
+            if limited:
+                row.append("no limit" if stage.cap is None else format_bytes(stage.cap - stage.n_bytes))
+            rows.append(row)
+        heading = f"{self.model}: {format_bytes(total)} of weights and buffers" + (
+            f" ({self.dtype})" if self.dtype else ""
+        )
+        if len(self.stages) > 1 and total:
+            fullest = max(self.stages, key=lambda stage: stage.n_bytes)
+            ratio = fullest.n_bytes * len(self.stages) / total
+            heading += f"; the fullest, {device_label(fullest.device)}, holds {ratio:.3f} x an even share"
+        text = io.StringIO()
+        console = Console(file=text, width=120, highlight=False, color_system=None)
+        console.print(heading)
+        console.print(table("", columns, rows))
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip()) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `save` writes: JSON-ready, opening with the schema."""
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "dtype": self.dtype,
+            "purpose": self.purpose,
+            "device_map": dict(self),
+            "stages": [asdict(stage) for stage in self.stages],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the map as JSON, whole or not at all."""
+        write_whole(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any], where: str = "device_map") -> DeviceMap:
+        """The map that `to_dict` gave. Raises ConfigError for anything else."""
+        schema = record.get("schema") if isinstance(record, Mapping) else None
+        if schema != SCHEMA:
+            raise config_error(
+                "not-a-device-map", where, schema, f'its "schema" is not "{SCHEMA}"', "Give what DeviceMap.save wrote"
+            )
+        try:
+            stages = tuple(Stage(**{**stage, "pieces": tuple(stage["pieces"])}) for stage in record["stages"])
+            return cls(
+                record["device_map"], stages, model=record["model"], dtype=record["dtype"], purpose=record["purpose"]
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            why = f"a field is missing or wrong ({error})"
+            raise config_error("not-a-device-map", where, None, why, "Give what DeviceMap.save wrote") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DeviceMap:
+        """The map that `save` wrote. Raises ConfigError for a file that is missing or no map."""
+        try:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            why = f"it cannot be read as JSON ({error})"
+            raise config_error("not-a-device-map", str(path), None, why, "Give what DeviceMap.save wrote") from error
+        return cls.from_dict(record, str(path))
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("a DeviceMap cannot be changed; change dict(device_map), which check_device_map then checks")
+
+    __setitem__ = __delitem__ = _refuse
+    __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (dict(self), self.stages, self.model, self.dtype, self.purpose)
+
+    def copy(self) -> dict[str, DeviceId]:
+        """A plain dict, which can be changed."""
+        return dict(self)
+
+    def __repr__(self) -> str:
+        return f"DeviceMap({super().__repr__()})"
+
+
+def _restored(names: dict[str, DeviceId], stages: tuple[Stage, ...], model: str, dtype: str, purpose: str) -> DeviceMap:
+    return DeviceMap(names, stages, model=model, dtype=dtype, purpose=purpose)
