@@ -79,6 +79,10 @@ def build_device_map(
         fix = "Name the class of its blocks in no_split_module_classes, or map it to one device"
         raise config_error("no-blocks", "model", spec.name, why, fix)
 
+    if spec.sizes_before_quantizing and (len(chosen) > 1 or max_memory):
+        why = "the sizes of quantized weights are known only once they are loaded"
+        notice("quantized-sizes", "model", spec.name, why, f"the sizes of {spec.dtype} weights")
+
     total = list(accumulate((block.n_bytes for block in spec.blocks), initial=0))
     alone = [block.stands_alone for block in spec.blocks]
     runs = partition(len(spec.blocks), lambda i, j: total[j] - total[i], caps, stands_alone=alone)

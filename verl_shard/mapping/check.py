@@ -131,10 +131,10 @@ def _offloaded(devices: Mapping[str, DeviceId], trainable: bool) -> Iterator[Fin
     if not entries or all_on_cpu:
         return
     if trainable:
-        why = "a module on the CPU or on disk beside GPUs is offloaded, and training changes none of its weights"
+        why = "a module on disk, or on the CPU beside GPUs, is offloaded, and training changes none of its weights"
         yield _finding("offloaded-and-trained", _some(entries), why, "Put it on a GPU")
     else:
-        why = "a module on the CPU or on disk beside GPUs is offloaded: its weights travel in every pass"
+        why = "a module on disk, or on the CPU beside GPUs, is offloaded: its weights travel in every pass"
         yield _finding("offloaded", _some(entries), why, "Put it on a GPU if one has room", "warning")
 
 

@@ -82,8 +82,8 @@ def build_on_meta(
 ) -> nn.Module:
     """The model of `config` on the meta device: real names and shapes, no memory, no weights read.
 
-    `config` is not changed. The attention implementation is set to "eager" for the build: it holds no tensors, and
-    others refuse to be built where they cannot run.
+    `config` is not changed, and has the labels it should (config_for). The attention implementation is set to "eager"
+    for the build: it holds no tensors, and others refuse to be built where they cannot run.
     Raises ConfigError when the architecture has no model for the task.
     """
     task = task or task_of(config)
@@ -91,7 +91,7 @@ def build_on_meta(
     try:
         with torch.device("meta"):
             model = cls.from_config(
-                config_for(config, task), dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+                copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
     except ValueError as error:
         text = " ".join(str(error).split())

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from verl_shard.common.errors import config_error
-from verl_shard.common.notices import notice
 from verl_shard.models.chain import no_split_classes, parts_in_order
 from verl_shard.models.dtypes import dtype_name, parse_dtype
-from verl_shard.models.meta import Task, build_on_meta, parse_task, task_of
+from verl_shard.models.meta import Task, build_on_meta, config_for, parse_task, task_of
 from verl_shard.models.pieces import Group, find_ties, group_parts, hold_matrices, owners, part_of
 from verl_shard.models.source import read_config
 from verl_shard.models.spec import Block, ModelSpec, TensorSpec
@@ -53,18 +53,36 @@ def read_spec(
     else:
         fix = "Give a hub id, a folder, a PretrainedConfig or a torch module"
         raise config_error("not-a-model", "model", type(model).__name__, "not a model", fix)
-    counted_as = counted_as or torch.bfloat16
-    module = build_on_meta(config, wanted, dtype=counted_as, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None):
-        why = "the sizes of quantized weights are not known before they are loaded"
-        notice("quantized-sizes", "model", name, why, f"the sizes of {dtype_name(counted_as)} weights")
-    return spec_of_module(
+    wanted = wanted or task_of(config)
+    return spec_of_config(
+        config_for(config, wanted),
+        name=name,
+        task=wanted,
+        dtype=counted_as or torch.bfloat16,
+        no_split_module_classes=no_split_module_classes,
+        trust_remote_code=trust_remote_code,
+    )[0]
+
+
+def spec_of_config(
+    config: PretrainedConfig,
+    *,
+    name: str,
+    task: Task,
+    dtype: torch.dtype,
+    no_split_module_classes: Collection[str] | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[ModelSpec, nn.Module]:
+    """The ModelSpec of a configuration, and the module on meta that it was read from."""
+    module = build_on_meta(config, task, dtype=dtype, trust_remote_code=trust_remote_code)
+    spec = spec_of_module(
         module,
         name=name,
-        task=wanted or task_of(config),
-        dtype=counted_as,
+        task=task,
+        dtype=dtype,
         no_split_module_classes=no_split_module_classes,
     )
+    return replace(spec, sizes_before_quantizing=bool(getattr(config, "quantization_config", None))), module
 
 
 def spec_of_module(

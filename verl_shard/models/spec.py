@@ -70,6 +70,8 @@ class ModelSpec:
     """Groups of parameter names that are one tensor."""
     no_split: tuple[str, ...]
     """Classes whose instances are never divided."""
+    sizes_before_quantizing: bool = False
+    """True when the configuration asks for quantized weights, whose sizes are known only once they are loaded."""
 
     @property
     def weight_bytes(self) -> int:
