@@ -14,7 +14,7 @@ from verl_shard.common.errors import config_error
 Place = Literal["before", "block", "after"]
 
 # A module runs where it is registered, but for these: tables that are made first, and heads that are registered early.
-_FIRST = re.compile(r"(?<!un)embed|rotary|rope|^wte$|^wpe$|position|prompt|^pos_", re.IGNORECASE)
+_FIRST = re.compile(r"(?<!un)embed(?!.*(norm|_out$))|rotary|rope|^wte$|^wpe$|position|prompt|^pos_", re.IGNORECASE)
 _LAST = re.compile(r"final|unembed|(^|_)out$|lm_head|^head$|score|classifier|pool|^norm$|^ln_f$", re.IGNORECASE)
 
 
@@ -61,7 +61,14 @@ def parts_in_order(model: nn.Module, no_split: Collection[str]) -> list[Part]:
     divided = {id(module) for module in _ancestors(model, whole)}
     if id(model) not in divided:
         return [Part("", "block")]
-    return list(_walk(model, "", whole - divided, divided))
+    return list(_walk(model, "", whole - divided, divided, _output_embedding(model)))
+
+
+def _output_embedding(model: nn.Module) -> nn.Module | None:
+    """What transformers calls the head of a language model, if the model has one."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    return head if isinstance(head, nn.Module) else None
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
@@ -88,7 +95,9 @@ def _ancestors(module: nn.Module, whole: set[int]) -> list[nn.Module]:
     return found
 
 
-def _walk(module: nn.Module, prefix: str, whole: set[int], divided: set[int]) -> Iterator[Part]:
+def _walk(
+    module: nn.Module, prefix: str, whole: set[int], divided: set[int], head: nn.Module | None
+) -> Iterator[Part]:
     own = [*module._parameters.items(), *module._buffers.items()]
     yield from (Part(prefix + name, "before") for name, tensor in own if tensor is not None)
     children = [(name, child) for name, child in module._modules.items() if child is not None]
@@ -107,16 +116,19 @@ def _walk(module: nn.Module, prefix: str, whole: set[int], divided: set[int]) ->
     for index, (name, child) in enumerate(children):
         if running and running[0] <= index <= running[-1]:
             between.append((name, child))
+        elif child is head:
+            after.append((name, child))
         elif index < min(running, default=0):
             (after if _LAST.search(name) and not _is_first(name, child) else before).append((name, child))
         else:
             (before if _is_first(name, child) else after).append((name, child))
 
+    after.sort(key=lambda item: "norm" not in item[0])  # OPT registers its last norm behind the projection it feeds
     places: list[tuple[list[tuple[str, nn.Module]], Place]] = [(before, "before"), (between, "after"), (after, "after")]
     for group, place in places:
         for name, child in group:
             if id(child) in divided:
-                yield from _walk(child, f"{prefix}{name}.", whole, divided)
+                yield from _walk(child, f"{prefix}{name}.", whole, divided, head)
             else:
                 yield Part(prefix + name, "block" if group is between and runs(name, child) else place)
 

@@ -102,6 +102,9 @@ def spec_of_module(
     no_split = no_split_classes(module, no_split_module_classes)
     parts = parts_in_order(module, no_split)
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    if lazy := [key for key, parameter in parameters.items() if isinstance(parameter, nn.UninitializedParameter)]:
+        fix = "Run the model once on a small input, then give it here"
+        raise config_error("lazy-parameter", "model", architecture, f"{lazy[0]} has no shape yet", fix)
     ties = find_ties(module, parameters)
     groups, followers = group_parts(parts, hold_matrices(parameters), ties)
     counted_in = owners(groups, followers)
@@ -140,9 +143,6 @@ def _tensors(
     kept = _kept_in_fp32(module, dtype)
     listed = []
     for name, parameter in parameters.items():
-        if isinstance(parameter, nn.UninitializedParameter):
-            fix = "Run the model once on a small input, then give it here"
-            raise config_error("lazy-parameter", "model", type(module).__name__, f"{name} has no shape yet", fix)
         size = parameter.element_size()
         if dtype is not None and parameter.is_floating_point():
             size = 4 if kept is not None and kept.search(name) else dtype.itemsize
