@@ -1,0 +1,110 @@
+"""The split is the best there is: compared with every split that exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, combinations_with_replacement, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_shard.mapping.partition import Run, nearest_misfit, partition
+
+
+def _every_split(n_pieces: int, n_devices: int) -> Iterator[list[Run]]:
+    for cuts in combinations_with_replacement(range(n_pieces + 1), n_devices - 1):
+        ends = [0, *cuts, n_pieces]
+        yield list(pairwise(ends))
+
+
+def _best_of_all(
+    n_pieces: int, cost: Callable[[int, int], int], caps: Sequence[int | None], alone: Sequence[bool]
+) -> list[Run] | None:
+    """The documented order of preference, over all splits, by brute force."""
+
+    def rank(runs: list[Run]) -> tuple[object, ...] | None:
+        costs = [cost(i, j) if i < j else 0 for i, j in runs]
+        worth = all(i == j or any(alone[i:j]) or not any(alone) for i, j in runs)
+        if not worth or any(cap is not None and c > cap for c, cap in zip(costs, caps, strict=True)):
+            return None
+        empty = [i == j for i, j in runs]
+        return (
+            max(costs),
+            sum(empty),
+            sum(c * c for c in costs),
+            [(e, c, j) for e, c, (_, j) in zip(empty, costs, runs, strict=True)],
+        )
+
+    ranked = [(rank(runs), runs) for runs in _every_split(n_pieces, len(caps))]
+    allowed = [(at, runs) for at, runs in ranked if at is not None]
+    return min(allowed)[1] if allowed else None
+
+
+_pieces = st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=8)
+_caps = st.lists(st.none() | st.integers(0, 150), min_size=1, max_size=4)
+
+
+@given(_pieces, _caps)
+@settings(max_examples=300, deadline=None)
+def test_a_sum_of_sizes_is_split_as_by_exhaustive_search(
+    pieces: list[tuple[int, bool]], caps: list[int | None]
+) -> None:
+    sizes, alone = [size for size, _ in pieces], [worth for _, worth in pieces]
+    total = list(accumulate(sizes, initial=0))
+
+    def cost(i: int, j: int) -> int:
+        return total[j] - total[i]
+
+    found = partition(len(sizes), cost, caps, stands_alone=alone)
+    assert found == _best_of_all(len(sizes), cost, caps, alone)
+    if found is not None:
+        assert [i for i, _ in found] == [0, *(j for _, j in found[:-1])]
+        assert found[-1][1] == len(sizes)
+    elif None not in caps:
+        excess, runs = nearest_misfit(len(sizes), cost, caps, stands_alone=alone)
+        assert excess > 0
+        more = [cap + int(excess) for cap in caps if cap is not None]
+        assert partition(len(sizes), cost, more, stands_alone=alone) is not None
+        assert partition(len(sizes), cost, [cap - 1 for cap in more], stands_alone=alone) is None
+        assert (
+            max(cost(i, j) - cap for (i, j), cap in zip(runs, caps, strict=True) if i < j and cap is not None) <= excess
+        )
+
+
+@given(st.integers(1, 7), st.integers(1, 3), st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_cost_of_runs_is_split_as_by_exhaustive_search(n_pieces: int, n_devices: int, data: st.DataObject) -> None:
+    """A traced peak is no sum, and need not grow with the run."""
+    costs = {(i, j): data.draw(st.integers(0, 40)) for j in range(n_pieces + 1) for i in range(j)}
+    caps = [None] * n_devices
+    found = partition(n_pieces, lambda i, j: costs[i, j], caps)
+    best = _best_of_all(n_pieces, lambda i, j: costs[i, j], caps, [True] * n_pieces)
+    assert found == best
+
+
+def _sum_of(sizes: list[int]) -> Callable[[int, int], int]:
+    total = list(accumulate(sizes, initial=0))
+    return lambda i, j: total[j] - total[i]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "n_devices", "runs"),
+    [
+        ([5, 1, 1, 1], 2, [(0, 1), (1, 4)]),
+        ([1, 1, 1, 1], 4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        ([1, 1, 1], 2, [(0, 1), (1, 3)]),
+        ([9, 1, 1, 1, 1], 3, [(0, 1), (1, 3), (3, 5)]),
+        ([4, 4], 4, [(0, 1), (1, 2), (2, 2), (2, 2)]),
+        ([0, 0], 2, [(0, 1), (1, 2)]),
+    ],
+    ids=["one large", "one each", "first less", "most even", "last empty", "nothing"],
+)
+def test_ties_are_broken_as_documented(sizes: list[int], n_devices: int, runs: list[Run]) -> None:
+    assert partition(len(sizes), _sum_of(sizes), [None] * n_devices) == runs
+
+
+def test_caps_push_work_to_the_larger_device_and_skip_one_that_takes_nothing() -> None:
+    assert partition(4, _sum_of([3, 3, 3, 3]), [3, 6, 6]) == [(0, 1), (1, 2), (2, 4)]
+    assert partition(2, _sum_of([3, 3]), [0, 3, 3]) == [(0, 0), (0, 1), (1, 2)]
+    assert partition(2, _sum_of([3, 3]), [2, 5]) is None
