@@ -95,9 +95,7 @@ def _ancestors(module: nn.Module, whole: set[int]) -> list[nn.Module]:
     return found
 
 
-def _walk(
-    module: nn.Module, prefix: str, whole: set[int], divided: set[int], head: nn.Module | None
-) -> Iterator[Part]:
+def _walk(module: nn.Module, prefix: str, whole: set[int], divided: set[int], head: nn.Module | None) -> Iterator[Part]:
     own = [*module._parameters.items(), *module._buffers.items()]
     yield from (Part(prefix + name, "before") for name, tensor in own if tensor is not None)
     children = [(name, child) for name, child in module._modules.items() if child is not None]

@@ -56,12 +56,15 @@ def config_for(config: PretrainedConfig, task: Task) -> PretrainedConfig:
     """A copy of `config` with the labels that `task` needs.
 
     A reward or value model has one label. A checkpoint that is a classifier already keeps its own number for
-    "reward", as its head would not load otherwise.
+    "reward", as its head would not load otherwise. A value model gets no dropout before its head unless it asks for
+    one, as in verl; transformers' default is 0.1.
     """
     made = copy.deepcopy(config)
     has_head = getattr(config, "architectures", None) is not None and task_of(config) == "reward"
     if task == "value" or (task == "reward" and not has_head):
         made.num_labels = 1
+    if task == "value" and getattr(made, "classifier_dropout", None) is None:
+        made.classifier_dropout = 0.0
     return made
 
 

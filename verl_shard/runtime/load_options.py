@@ -27,6 +27,9 @@ LOADER_KEYS = (
 )
 """Keywords that go to transformers' from_pretrained as they are."""
 
+_READ_WHEN_SET = ("classifier_dropout",)
+"""Fields that transformers' models read from configurations that do not have them by default."""
+
 _INSTEAD = {
     "torch_dtype": "Write dtype=",
     "load_in_4bit": "Give quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
@@ -56,7 +59,7 @@ def split_options(options: dict[str, Any], config: PretrainedConfig) -> tuple[di
     for key, value in options.items():
         if key in LOADER_KEYS:
             loader[key] = value
-        elif key not in _INSTEAD and not key.startswith("_") and hasattr(config, key):
+        elif key not in _INSTEAD and not key.startswith("_") and (hasattr(config, key) or key in _READ_WHEN_SET):
             fields[key] = value
         else:
             faults.append(_unknown(key, value, config))
