@@ -18,6 +18,7 @@ from verl_shard.common.errors import RunError
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.notices import RUN_DIR_VARIABLE, record_event
 from verl_shard.config.run_folder import Launch, RunFolder
+from verl_shard.verl_plugin.fork_server import ForkServer
 
 MARK = "VERL_SHARD_LAUNCH_ID"
 """Environment variable by which the processes of a launch are known, however they were started."""
@@ -38,6 +39,8 @@ def environment(run: RunFolder, launch: Launch, *, cpu: bool, threads: int) -> d
     env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     env["HYDRA_FULL_ERROR"] = "1"
     env["TOKENIZERS_PARALLELISM"] = "false"
+    # What Ray chooses by itself for a cluster of its own, and then warns of.
+    env.setdefault("RAY_AUTH_MODE", "token")
     if cpu:
         env["VERL_PLATFORM"] = "cpu"
     else:
@@ -53,12 +56,18 @@ def run_verl(
     launch: Launch,
     on_record: Callable[[dict[str, Any]], None],
     on_look: Callable[[], None] = lambda: None,
+    server: ForkServer | None = None,
 ) -> None:
     """Runs `python -m verl.trainer.main_ppo` to its end. on_record gets each line of metrics, on_look runs several times a second.
+
+    server: starts verl's processes as forks of one that has imported verl already.
 
     Raises RunError with what went wrong when it fails. However it is left, none of its processes stays.
     """
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
+    if server is not None:
+        interpreter = f"+ray_kwargs.ray_init.runtime_env.py_executable='{server.interpreter}'"
+        command = [*server.command, *command[1:], interpreter]
     record_event("launch", number=launch.number, after_step=launch.after_step)
     with launch.log_file.open("wb") as log, _started(command, log, env) as process:
         seen = 0

@@ -1,0 +1,74 @@
+"""The command line: one verb a file. An error is one message on stderr; exit code 0 well, 1 a failed run, 2 a fault in what was given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+import typer
+
+from verl_shard._version import __version__
+from verl_shard.cli import bench, quickstart
+from verl_shard.common.errors import ConfigError, ShardError
+from verl_shard.common.tables import err
+
+app = typer.Typer(
+    name="verl-shard",
+    help="Which model goes on which GPU, does it fit, and verl's own trainer run over the answer.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+quickstart.add_to(app)
+bench.add_to(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Show the version.")) -> None:
+    """What comes before a verb."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line and ends the process."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        result = app(list(argv), standalone_mode=False)
+    except ShardError as error:
+        show(error)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        err.print("Stopped.")
+        # As a shell reports a program that Ctrl-C ended.
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def show(error: ShardError) -> None:
+    """One message: each finding of a ConfigError on a line of its own."""
+    if isinstance(error, ConfigError):
+        for finding in error.findings:
+            err.print(f"[bold red]error:[/] {_escape(str(finding))}", soft_wrap=True)
+    else:
+        err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

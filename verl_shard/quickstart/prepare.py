@@ -1,0 +1,196 @@
+"""From options to all that verl needs on disk: data, model, device maps, and settings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_shard.common.errors import ConfigError, Finding, config_error
+from verl_shard.common.seeds import derive_seed
+from verl_shard.common.tables import err
+from verl_shard.common.units import format_seconds
+from verl_shard.config.run_folder import Launch, RunFolder
+from verl_shard.mapping.build import build_device_map
+from verl_shard.mapping.device_map import DeviceMap
+from verl_shard.planning.plan_file import write_plan
+from verl_shard.quickstart import checks
+from verl_shard.quickstart.data import DataFiles, write_data
+from verl_shard.quickstart.options import QuickstartOptions
+from verl_shard.verl_plugin.overrides import RunSettings
+
+N_TRAIN, N_VAL = 4096, 256
+HELD_OUT = 0.1
+"""Share of the user's rows that validates when no validation data is given, and at most this many rows."""
+MOST_HELD_OUT = 256
+
+# Found on the default tasks over several seeds; a user's own model gets the rates that are usual for full-size models.
+DEFAULTS: dict[str, Any] = {
+    "batch_size": 32, "n": 4, "micro_batch_size": 128, "lr": 3e-4, "critic_lr": 1e-3, "kl_coef": 0.001, "save_freq": 25,
+}  # fmt: skip
+OWN_MODEL = {"lr": 1e-6, "critic_lr": 1e-5, "micro_batch_size": 8}
+REWARD = "pkg://verl_shard.quickstart.reward:compute_score"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the run happens: on GPUs by id, or on the CPU."""
+
+    gpus: tuple[int, ...]
+
+    @property
+    def cpu(self) -> bool:
+        return not self.gpus
+
+
+def choose_device(gpus: int | None) -> Device:
+    """All visible GPUs, the first `gpus` of them, or the CPU. Raises ConfigError for more than there are."""
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus is not None and gpus > there:
+        seen = f"torch sees {there} GPU{'' if there == 1 else 's'}"
+        fix = f"Give {there} or fewer" if there else "Leave out --gpus to run on the CPU"
+        raise config_error("more-gpus-than-there-are", "--gpus", gpus, seen, fix)
+    return Device(tuple(range(there if gpus is None else gpus)))
+
+
+def check_inputs(options: QuickstartOptions) -> None:
+    """Raises ConfigError with all that is wrong with the model, the data and the reward. Makes nothing."""
+    faults: list[Finding] = []
+    for check in (
+        lambda: checks.check_tasks(options.task),
+        lambda: checks.check_model(options.model) if options.model is not None else None,
+        lambda: checks.check_data([*options.data, *options.val_data]) if options.data else None,
+        lambda: checks.check_reward(options.reward) if options.reward is not None else None,
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            faults += error.findings
+    if faults:
+        raise ConfigError(faults)
+
+
+def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, Path | str, float | None]:
+    """Data, model, and the validation reward after the warm-up; what the user gave is taken, the rest is made in the run folder."""
+    if options.data:
+        files = own_data(options, run.path / "data")
+    else:
+        err.print("Writing prompts of reasoning-gym tasks")
+        files = write_data(
+            run.path / "data", seed=options.seed, n_train=N_TRAIN, n_val=N_VAL, **({"tasks": options.task} if options.task else {})
+        )
+    if options.model is not None:
+        return files, options.model, None
+    from verl_shard.quickstart.model import make_model
+
+    model = make_model(run.path / "model", files, seed=options.seed)
+    if options.data:
+        raise config_error(
+            "no-model", "--model", None, "the small model knows only the reasoning-gym tasks", "Give --model with --data"
+        )
+    return files, model, teach(model, files, options.seed)
+
+
+def teach(model: Path, files: DataFiles, seed: int) -> float:
+    """The supervised warm-up, with a progress bar; returns the validation reward that it reached."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from verl_shard.quickstart.warmup import warm_up
+
+    columns = (TextColumn("warm-up on worked answers"), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]}"))
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        bar = progress.add_task("", total=None, loss="")
+        result = warm_up(
+            model, files, seed=seed,
+            progress=lambda step, total, loss: progress.update(bar, completed=step, total=total, loss=f"{loss:.3f}"),
+        )  # fmt: skip
+    err.print(
+        f"Warm-up on worked answers: {result.steps} steps, {format_seconds(result.seconds)}, "
+        f"validation reward {result.val_reward:.3f}"
+    )
+    return result.val_reward
+
+
+def own_data(options: QuickstartOptions, folder: Path) -> DataFiles:
+    """The user's files as one file each; a tenth of the rows is held out for validation when none is given."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = DataFiles(folder / "train.parquet", folder / "val.parquet")
+    train = pa.concat_tables([pq.read_table(path) for path in options.data], promote_options="default")
+    if options.val_data:
+        val = pa.concat_tables([pq.read_table(path) for path in options.val_data], promote_options="default")
+    else:
+        rows = list(range(train.num_rows))
+        random.Random(derive_seed(options.seed, "held out")).shuffle(rows)
+        held = min(max(1, int(len(rows) * HELD_OUT)), MOST_HELD_OUT)
+        err.print(f"No --val-data: {held} of {len(rows)} rows are held out for validation")
+        train, val = train.take(sorted(rows[held:])), train.take(sorted(rows[:held]))
+    pq.write_table(train, files.train)
+    pq.write_table(val, files.val)
+    return files
+
+
+def lay_out(options: QuickstartOptions, run: RunFolder, model: Path | str, device: Device) -> dict[str, DeviceMap]:
+    """The device map of each role, written to plan.yaml."""
+    roles = ["actor", *(["critic"] if options.algorithm == "ppo" else []), "ref"]
+    devices: Sequence[object] = device.gpus or ["cpu"]
+    maps = {
+        role: build_device_map(
+            str(model), devices=devices, task="value" if role == "critic" else "causal-lm",
+            dtype="float32" if device.cpu or role != "ref" else "bfloat16",
+        )
+        for role in roles
+    }  # fmt: skip
+    precisions = {role: "fp32" if device.cpu else "bf16" if role == "ref" else "bf16-mixed" for role in roles}
+    write_plan(
+        run.path / "plan.yaml",
+        {role: {"device_map": dict(m), "precision": precisions[role], "loads": dict(m.loads)} for role, m in maps.items()},
+    )
+    return maps
+
+
+def settings_for(
+    options: QuickstartOptions, run: RunFolder, files: DataFiles, model: Path | str, device: Device, launch: Launch
+) -> RunSettings:
+    """verl's settings. Raises ConfigError when batch and lengths do not go with data and model."""
+    defaults = DEFAULTS | (OWN_MODEL if options.model is not None else {})
+
+    def chosen(name: str) -> Any:
+        given = getattr(options, name)
+        return defaults[name] if given is None else given
+
+    batch, n = chosen("batch_size"), chosen("n")
+    lengths = checks.measure_lengths(files, model, options, batch)
+    micro = options.micro_batch_size or min(defaults["micro_batch_size"], batch * n)
+    return RunSettings(
+        algorithm=options.algorithm,
+        model=model if isinstance(model, str) else model.resolve(),
+        train_files=(files.train.resolve(),),
+        val_files=(files.val.resolve(),),
+        reward=options.reward or (None if options.data else REWARD),
+        plan=(run.path / "plan.yaml").resolve(),
+        checkpoints=(run.path / "checkpoints").resolve(),
+        steps=options.steps,
+        seed=options.seed,
+        train_batch_size=batch,
+        n=n,
+        mini_batch_size=batch,
+        micro_batch_size=micro,
+        max_prompt_length=lengths.prompt,
+        max_response_length=lengths.response,
+        actor_lr=chosen("lr"),
+        critic_lr=chosen("critic_lr"),
+        kl_coef=chosen("kl_coef"),
+        test_freq=chosen("save_freq"),
+        save_freq=chosen("save_freq"),
+        cpu=device.cpu,
+        resume_from=launch.checkpoint,
+        gradient_checkpointing=options.gradient_checkpointing,
+        attn_implementation=options.attn_implementation,
+    )

@@ -1,0 +1,86 @@
+"""What a run came to: a table, a picture, and one plain sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from verl_shard.common.errors import MissingExtraError
+from verl_shard.common.tables import table
+from verl_shard.quickstart.watch import KLS, LENGTH, REWARD, THROUGHPUT, Record, is_step, validation_reward, value
+
+WINDOW = 10
+"""Steps that the picture's smooth line averages over."""
+
+
+def validations(records: Sequence[Record]) -> list[tuple[int, float]]:
+    """(step, validation reward), in order."""
+    return [(record["step"], score) for record in records if (score := validation_reward(record)) is not None]
+
+
+def summary_table(records: Sequence[Record]) -> Table:
+    """First, best and last of what is watched in a run; "first" and "last" are means over up to ten steps."""
+    steps = [record for record in records if is_step(record)]
+    rows = []
+    for name, keys, digits in (
+        ("reward", (REWARD,), 3),
+        ("KL to the reference", KLS, 4),
+        ("response length (tokens)", (LENGTH,), 1),
+        ("tokens/s", (THROUGHPUT,), 0),
+        ("seconds a step", ("perf/time_per_step",), 2),
+    ):
+        numbers = [number for record in steps if (number := value(record, *keys)) is not None]
+        if numbers:
+            first, last = numbers[:WINDOW], numbers[-WINDOW:]
+            means = (sum(first) / len(first), sum(last) / len(last))
+            rows.append((name, *(f"{mean:.{digits}f}" for mean in means)))
+    scores = validations(records)
+    if scores:
+        rows.append(("validation reward", f"{scores[0][1]:.3f}", f"{scores[-1][1]:.3f}"))
+    return table(f"{len(steps)} steps", ("", "first", "last"), rows)
+
+
+def sentence(records: Sequence[Record]) -> str:
+    """The run in one sentence: the validation reward before and after."""
+    scores, steps = validations(records), sum(map(is_step, records))
+    if len(scores) < 2:
+        return f"{steps} steps ran; the validation reward was measured fewer than two times."
+    (first_step, before), (last_step, after) = scores[0], scores[-1]
+    change = after - before
+    verb = "raised" if change > 0 else "lowered" if change < 0 else "left"
+    if change == 0:
+        return f"{last_step - first_step} steps of RL left the validation reward at {before:.3f}."
+    return f"{last_step - first_step} steps of RL {verb} the validation reward from {before:.3f} to {after:.3f} ({change:+.3f})."
+
+
+def draw(records: Sequence[Record], path: Path, title: str) -> None:
+    """Reward, KL and response length over the steps, as a PNG. Raises MissingExtraError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("the picture", "plots", "matplotlib") from error
+    steps = [record for record in records if is_step(record)]
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12)
+    panels = (("reward", (REWARD,)), ("KL to the reference", KLS), ("response length (tokens)", (LENGTH,)))
+    for axes, (label, keys) in zip(figure.subplots(1, 3), panels, strict=True):
+        points = [(r["step"], number) for r in steps if (number := value(r, *keys)) is not None]
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        axes.plot(xs, ys, color="#9db8d9", linewidth=1, label="each step")
+        smooth = [sum(ys[max(0, i - WINDOW + 1) : i + 1]) / len(ys[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(ys))]
+        axes.plot(xs, smooth, color="#1f4e8c", linewidth=2, label=f"mean of {WINDOW} steps")
+        if label == "reward" and (scores := validations(records)):
+            axes.plot(*zip(*scores, strict=True), "o-", color="#d9730d", markersize=4, linewidth=1.5, label="validation")
+        axes.set_title(label, fontsize=10)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if label == "reward":
+            axes.legend(frameon=False, fontsize=8)
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=130, format="png")
+    temporary.replace(path)

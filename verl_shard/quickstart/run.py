@@ -1,0 +1,126 @@
+"""The quick start, from options to a report."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_shard.common.errors import config_error
+from verl_shard.common.notices import record_event
+from verl_shard.common.tables import err, out
+from verl_shard.common.units import format_seconds
+from verl_shard.config.run_folder import RunFolder, can_start, whole_checkpoints
+from verl_shard.quickstart import prepare, report
+from verl_shard.quickstart.data import DataFiles
+from verl_shard.quickstart.options import QuickstartOptions
+from verl_shard.quickstart.watch import watching
+from verl_shard.verl_plugin.launch import environment, run_verl
+from verl_shard.verl_plugin.overrides import to_overrides
+
+RUNS = Path("runs")
+NAME = "quickstart"
+
+
+def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
+    """Runs it. given: the options that were set; extra: more overrides for verl. Returns the run folder."""
+    began = time.monotonic()
+    run, options = open_run(given)
+    device = prepare.choose_device(options.gpus)
+    if run is None:
+        prepare.check_inputs(options)
+        folder = options.out or next_folder()
+        run = RunFolder.start(folder, options.identity(), options.settings())
+    err.print(f"Run folder: {run.path}")
+
+    done = max(whole_checkpoints(run.path / "checkpoints"), default=0)
+    if done >= options.steps:
+        fix = f"Give --steps {done + 1} or more to train on"
+        raise config_error("nothing-left", "--steps", options.steps, f"the run in {run.path} has {done} steps", fix)
+    if run.info["ready"]:
+        files, model = DataFiles(*map(Path, run.info["files"])), run.info["model"]
+        model = model if options.model is not None else Path(model)
+    else:
+        files, model, _ = prepare.make_inputs(options, run)
+        run.update(ready=True, files=[str(files.train), str(files.val)], model=str(model))
+
+    maps = prepare.lay_out(options, run, model, device)
+    out.print(maps["actor"].report(), end="")
+    launch = run.new_launch()
+    overrides = to_overrides(prepare.settings_for(options, run, files, model, device, launch), extra)
+    (run.path / "overrides.txt").write_text("\n".join(overrides) + "\n", encoding="utf-8")
+    # Hydra writes what it composed into the launch's folder.
+    overrides += [f"hydra.run.dir={(run.path / 'launches' / f'{launch.number}.hydra').resolve()}", "hydra.output_subdir=."]
+    run.write_metrics()
+    if launch.after_step:
+        err.print(f"Going on after step {launch.after_step}")
+
+    env = environment(run, launch, cpu=device.cpu, threads=max(1, (os.cpu_count() or 2) // 2))
+    err.print("Starting verl (its output: " + str(launch.log_file) + ")")
+    with watching(options.steps, launch.after_step) as watch:
+
+        def on_record(record: dict[str, Any]) -> None:
+            if not watch.seen_step(record, launch.after_step):
+                return
+            run.append_metrics(record)
+            watch.on_record(record)
+
+        run_verl(overrides, run, env=env, launch=launch, on_record=on_record)
+    finish(run, options, time.monotonic() - began)
+    return run.path
+
+
+def finish(run: RunFolder, options: QuickstartOptions, seconds: float) -> None:
+    """The table, the picture and the sentence."""
+    run.write_metrics()
+    composed = max((run.path / "launches").glob("*.hydra/config.yaml"), key=lambda path: path.stat().st_mtime)
+    (run.path / "config.yaml").write_bytes(composed.read_bytes())
+    records = run.metrics()
+    picture = run.path / "progress.png"
+    report.draw(records, picture, f"{options.algorithm.upper()} on verl's trainer, device_map engine, seed {options.seed}")
+    out.print(report.summary_table(records))
+    out.print(f"Picture: {picture}")
+    out.print(f"{report.sentence(records)} It took {format_seconds(seconds)}.")
+    record_event("finished", seconds=seconds)
+
+
+def open_run(given: Mapping[str, Any]) -> tuple[RunFolder | None, QuickstartOptions]:
+    """The run to go on with and its options, or None and the options of a new one. Makes nothing."""
+    asked = QuickstartOptions(**given)
+    if not asked.resume:
+        if asked.out is not None:
+            can_start(asked.out)
+        return None, asked
+    folder = asked.out or newest_folder()
+    identity = {name.replace("_", "-") for name in given}
+    run = RunFolder.resume(folder, {key: value for key, value in asked.identity().items() if key in identity})
+    stored = {**run.info["settings"], **{name: getattr(asked, name) for name in given}}
+    for name in ("data", "val_data"):
+        stored[name] = tuple(map(Path, stored[name]))
+    return run, QuickstartOptions(**{**stored, "task": tuple(stored["task"]), "out": folder, "resume": True})
+
+
+def numbered_folders() -> dict[int, Path]:
+    """The runs/quickstart-N that are there, by N."""
+    found = {int(m[1]): path for path in RUNS.glob(f"{NAME}-*") if (m := re.fullmatch(rf"{NAME}-(\d+)", path.name))}
+    return dict(sorted(found.items()))
+
+
+def next_folder() -> Path:
+    """The first runs/quickstart-N after all that are there."""
+    folder = RUNS / f"{NAME}-{max(numbered_folders(), default=0) + 1}"
+    can_start(folder)
+    return folder
+
+
+def newest_folder() -> Path:
+    """The runs/quickstart-N with the largest N. Raises ConfigError when there is none."""
+    folders = numbered_folders()
+    if not folders:
+        raise config_error(
+            "nothing-to-resume", "--resume", None, f"there is no {RUNS}/{NAME}-N here", "Name the run's folder with --out"
+        )
+    return folders[max(folders)]
