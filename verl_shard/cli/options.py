@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-import click
 import typer
 
 
@@ -20,11 +19,12 @@ def with_options(options: type, run: Callable[[dict[str, Any], list[str]], int |
     hints = get_type_hints(options, include_extras=True)
     parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for field in fields(options):
+        kind: Any
         kind, text = get_args(hints[field.name])
         assert field.default is not MISSING, f"{field.name} has no default"
         default: Any = field.default
         if get_origin(kind) is tuple:
-            kind, default = list[get_args(kind)[0]], list(field.default)  # type: ignore[misc]
+            kind, default = list[get_args(kind)[0]], list(field.default)
         flags = [f"--{field.name.replace('_', '-')}"]
         annotation = Annotated[kind, typer.Option(*flags, help=text, show_default=bool(field.default))]
         parameters.append(
@@ -35,7 +35,7 @@ def with_options(options: type, run: Callable[[dict[str, Any], list[str]], int |
         given = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
-            if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+            if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
         }
         return run(given, list(context.args))
 

@@ -30,7 +30,7 @@ def record_memory(role: str, phase: str, step: int) -> Iterator[None]:
         return
     import torch
 
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
     start = time.perf_counter()

@@ -86,7 +86,7 @@ class DeviceMapEngine(FSDPEngine):
         # A value head has no weights in the folder: without a seed it would differ from launch to launch.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(engine.seed, engine.role, "new weights"))
-            module = load_sharded(
+            module: torch.nn.Module = load_sharded(
                 model.local_path,
                 "cpu" if get_device_name() == "cpu" else device_map,
                 task="value" if value_model else "causal-lm",
