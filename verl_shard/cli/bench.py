@@ -10,13 +10,16 @@ import typer
 
 def start(
     out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
-    steps: Annotated[int, typer.Option(help="Training steps to time.", min=3)] = 12,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps to time; by default a whole quick start's.", min=3)
+    ] = None,
     algorithm: Annotated[str, typer.Option(help="ppo or grpo.")] = "ppo",
 ) -> None:
     """How long verl takes from launch to its first training step, and for a step of the quick start."""
     from verl_shard.bench.start import bench_start
 
-    bench_start(out=out, steps=steps, algorithm=algorithm)
+    given = {"algorithm": algorithm} | ({} if steps is None else {"steps": steps})
+    bench_start(given, out)
 
 
 def add_to(app: typer.Typer) -> None:

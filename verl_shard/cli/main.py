@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import click
 import typer
 
 from verl_shard._version import __version__
@@ -33,7 +32,9 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Show the version.")) -> None:
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Show the version."),
+) -> None:
     """What comes before a verb."""
 
 
@@ -49,10 +50,11 @@ def run(argv: Sequence[str]) -> int:
     except ShardError as error:
         show(error)
         return error.exit_code
-    except click.ClickException as error:
-        error.show()
+    except typer.TyperException as error:
+        # What was typed wrong; typer shows it with the command's usage.
+        error.show() if hasattr(error, "show") else err.print(f"error: {error}")
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         err.print("Stopped.")
         # As a shell reports a program that Ctrl-C ended.
         return 130

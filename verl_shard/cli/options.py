@@ -24,7 +24,8 @@ def with_options(options: type, run: Callable[[dict[str, Any], list[str]], int |
         assert field.default is not MISSING, f"{field.name} has no default"
         default: Any = field.default
         if get_origin(kind) is tuple:
-            kind, default = list[get_args(kind)[0]], list(field.default)
+            item = get_args(kind)[0]
+            kind, default = list[item], list(field.default)  # type: ignore[valid-type]
         flags = [f"--{field.name.replace('_', '-')}"]
         annotation = Annotated[kind, typer.Option(*flags, help=text, show_default=bool(field.default))]
         parameters.append(

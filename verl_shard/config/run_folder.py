@@ -1,15 +1,15 @@
 """The folder of a run: what is in it, whose run it is, and where a killed run goes on.
 
-    run.json         what was asked for; its "identity" must be the same to resume
-    plan.yaml        which role has which device_map
-    config.yaml      verl's whole configuration, as composed
-    overrides.txt    what was set in it, a line each
-    metrics.jsonl    a line for each step that counts: {"step": ..., "data": {verl's metrics}}
-    memory.jsonl     peaks by role and phase
-    events.jsonl     notices, failures, launches
-    progress.png     reward, KL and response length over the steps
-    checkpoints/     verl's layout; a folder global_step_N with the file WHOLE in it was written to the end
-    launches/        verl's output and metrics for each start, killed ones included
+run.json         what was asked for; its "identity" must be the same to resume
+plan.yaml        which role has which device_map
+config.yaml      verl's whole configuration, as composed
+overrides.txt    what was set in it, a line each
+metrics.jsonl    a line for each step that counts: {"step": ..., "data": {verl's metrics}}
+memory.jsonl     peaks by role and phase
+events.jsonl     notices, failures, launches
+progress.png     reward, KL and response length over the steps
+checkpoints/     verl's layout; a folder global_step_N with the file WHOLE in it was written to the end
+launches/        verl's output and metrics for each start, killed ones included
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_shard.common.errors import Finding, config_error
-from verl_shard.common.errors import ConfigError
+from verl_shard.common.errors import ConfigError, Finding, config_error
 from verl_shard.common.files import append_json_line, check_writable_folder, read_json_lines, write_whole
 
 SCHEMA = "verl_shard/run/1"
@@ -48,7 +47,9 @@ def can_start(path: Path, *, where: str = "--out") -> None:
             "Add --resume to go on with that run, or name another folder",
         )  # fmt: skip
     if path.is_dir() and any(path.iterdir()):
-        raise config_error("folder-not-empty", where, path, "it is not empty and no run's folder", "Name another folder")
+        raise config_error(
+            "folder-not-empty", where, path, "it is not empty and no run's folder", "Name another folder"
+        )
     check_writable_folder(path, where)
 
 
@@ -73,7 +74,11 @@ class RunFolder:
         """Opens the folder of a run to go on with it. Raises ConfigError if it is another run's or no run's."""
         if not (path / "run.json").is_file():
             raise config_error(
-                "nothing-to-resume", "--resume", path, "there is no run.json in it", "Leave out --resume to start a run there"
+                "nothing-to-resume",
+                "--resume",
+                path,
+                "there is no run.json in it",
+                "Leave out --resume to start a run there",
             )
         check_writable_folder(path, "--out")
         run = cls(path)
@@ -97,7 +102,9 @@ class RunFolder:
         try:
             info = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise config_error("bad-run-file", str(file), None, f"not JSON ({error})", "Start a run in another folder") from None
+            raise config_error(
+                "bad-run-file", str(file), None, f"not JSON ({error})", "Start a run in another folder"
+            ) from None
         if not isinstance(info, dict) or info.get("schema") != SCHEMA:
             raise config_error(
                 "bad-run-file", str(file), None, f"its schema is not {SCHEMA}", "Start a run in another folder"

@@ -16,7 +16,9 @@ SCHEMA = "verl_shard/plan/1"
 
 def write_plan(path: Path, roles: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes `roles`: for each role a mapping with device_map, precision, and loads (bytes by device)."""
-    write_whole(path, yaml.safe_dump({"schema": SCHEMA, "roles": {k: dict(v) for k, v in roles.items()}}, sort_keys=False))
+    write_whole(
+        path, yaml.safe_dump({"schema": SCHEMA, "roles": {k: dict(v) for k, v in roles.items()}}, sort_keys=False)
+    )
 
 
 def read_role(path: str | Path, role: str) -> dict[str, Any]:

@@ -31,12 +31,18 @@ class QuickstartOptions:
         str | None,
         "Reward function for --data, as FILE.py:FUNCTION. By default verl's own for each row's data_source.",
     ] = None
-    task: Annotated[tuple[str, ...], "reasoning-gym task to take prompts from (repeat for several). By default all known."] = ()
-    algorithm: Annotated[str, "ppo: GAE with a critic; grpo: groups of responses and no critic, which saves its memory."] = "ppo"
+    task: Annotated[
+        tuple[str, ...], "reasoning-gym task to take prompts from (repeat for several). By default all known."
+    ] = ()
+    algorithm: Annotated[
+        str, "ppo: GAE with a critic; grpo: groups of responses and no critic, which saves its memory."
+    ] = "ppo"
     steps: Annotated[int, "Training steps."] = DEFAULT_STEPS
     out: Annotated[Path | None, "Run folder. By default the next free runs/quickstart-N."] = None
     seed: Annotated[int, "Seed of everything that is random."] = 0
-    resume: Annotated[bool, "Go on with the run in --out (by default the newest) from its last whole checkpoint."] = False
+    resume: Annotated[bool, "Go on with the run in --out (by default the newest) from its last whole checkpoint."] = (
+        False
+    )
     gpus: Annotated[
         int | None,
         "GPUs to lay the models over. By default all that are visible, and the CPU where there are none.",
@@ -77,7 +83,9 @@ class QuickstartOptions:
         for name in ("lr", "critic_lr", "kl_coef"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                faults.append(Finding("error", "not-a-rate", flag(name), str(value), "not a number from 0 on", "Give one"))
+                faults.append(
+                    Finding("error", "not-a-rate", flag(name), str(value), "not a number from 0 on", "Give one")
+                )
         if self.seed < 0:
             faults.append(Finding("error", "not-a-seed", "--seed", str(self.seed), "it is negative", "Give 0 or more"))
         return faults

@@ -18,10 +18,12 @@ from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.planning.plan_file import write_plan
 from verl_shard.quickstart import checks
 from verl_shard.quickstart.data import DataFiles, write_data
+from verl_shard.quickstart.lengths import OWN_RESPONSE, choose_lengths
 from verl_shard.quickstart.options import QuickstartOptions
 from verl_shard.verl_plugin.overrides import RunSettings
 
 N_TRAIN, N_VAL = 4096, 256
+TASK_RESPONSE = 24
 HELD_OUT = 0.1
 """Share of the user's rows that validates when no validation data is given, and at most this many rows."""
 MOST_HELD_OUT = 256
@@ -81,7 +83,11 @@ def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, 
     else:
         err.print("Writing prompts of reasoning-gym tasks")
         files = write_data(
-            run.path / "data", seed=options.seed, n_train=N_TRAIN, n_val=N_VAL, **({"tasks": options.task} if options.task else {})
+            run.path / "data",
+            seed=options.seed,
+            n_train=N_TRAIN,
+            n_val=N_VAL,
+            **({"tasks": options.task} if options.task else {}),
         )
     if options.model is not None:
         return files, options.model, None
@@ -90,7 +96,11 @@ def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, 
     model = make_model(run.path / "model", files, seed=options.seed)
     if options.data:
         raise config_error(
-            "no-model", "--model", None, "the small model knows only the reasoning-gym tasks", "Give --model with --data"
+            "no-model",
+            "--model",
+            None,
+            "the small model knows only the reasoning-gym tasks",
+            "Give --model with --data",
         )
     return files, model, teach(model, files, options.seed)
 
@@ -101,7 +111,11 @@ def teach(model: Path, files: DataFiles, seed: int) -> float:
 
     from verl_shard.quickstart.warmup import warm_up
 
-    columns = (TextColumn("warm-up on worked answers"), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]}"))
+    columns = (
+        TextColumn("warm-up on worked answers"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]}"),
+    )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         bar = progress.add_task("", total=None, loss="")
         result = warm_up(
@@ -150,7 +164,10 @@ def lay_out(options: QuickstartOptions, run: RunFolder, model: Path | str, devic
     precisions = {role: "fp32" if device.cpu else "bf16" if role == "ref" else "bf16-mixed" for role in roles}
     write_plan(
         run.path / "plan.yaml",
-        {role: {"device_map": dict(m), "precision": precisions[role], "loads": dict(m.loads)} for role, m in maps.items()},
+        {
+            role: {"device_map": dict(m), "precision": precisions[role], "loads": dict(m.loads)}
+            for role, m in maps.items()
+        },
     )
     return maps
 
@@ -166,7 +183,14 @@ def settings_for(
         return defaults[name] if given is None else given
 
     batch, n = chosen("batch_size"), chosen("n")
-    lengths = checks.measure_lengths(files, model, options, batch)
+    lengths = choose_lengths(
+        files,
+        model,
+        max_prompt_length=options.max_prompt_length,
+        max_response_length=options.max_response_length,
+        default_response=TASK_RESPONSE if options.model is None else OWN_RESPONSE,
+        batch_size=batch,
+    )
     micro = options.micro_batch_size or min(defaults["micro_batch_size"], batch * n)
     return RunSettings(
         algorithm=options.algorithm,

@@ -71,10 +71,14 @@ def draw(records: Sequence[Record], path: Path, title: str) -> None:
         points = [(r["step"], number) for r in steps if (number := value(r, *keys)) is not None]
         xs, ys = [x for x, _ in points], [y for _, y in points]
         axes.plot(xs, ys, color="#9db8d9", linewidth=1, label="each step")
-        smooth = [sum(ys[max(0, i - WINDOW + 1) : i + 1]) / len(ys[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(ys))]
+        smooth = [
+            sum(ys[max(0, i - WINDOW + 1) : i + 1]) / len(ys[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(ys))
+        ]
         axes.plot(xs, smooth, color="#1f4e8c", linewidth=2, label=f"mean of {WINDOW} steps")
         if label == "reward" and (scores := validations(records)):
-            axes.plot(*zip(*scores, strict=True), "o-", color="#d9730d", markersize=4, linewidth=1.5, label="validation")
+            axes.plot(
+                *zip(*scores, strict=True), "o-", color="#d9730d", markersize=4, linewidth=1.5, label="validation"
+            )
         axes.set_title(label, fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)

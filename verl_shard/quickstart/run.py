@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl_shard.quickstart import prepare, report
 from verl_shard.quickstart.data import DataFiles
 from verl_shard.quickstart.options import QuickstartOptions
 from verl_shard.quickstart.watch import watching
+from verl_shard.verl_plugin.fork_server import ForkServer, can_fork, fork_server
 from verl_shard.verl_plugin.launch import environment, run_verl
 from verl_shard.verl_plugin.overrides import to_overrides
 
@@ -30,12 +32,30 @@ def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
     began = time.monotonic()
     run, options = open_run(given)
     device = prepare.choose_device(options.gpus)
+    env = environment(cpu=device.cpu, threads=max(1, (os.cpu_count() or 2) // 2))
     if run is None:
         prepare.check_inputs(options)
         folder = options.out or next_folder()
         run = RunFolder.start(folder, options.identity(), options.settings())
     err.print(f"Run folder: {run.path}")
 
+    with ExitStack() as stack:
+        # It imports verl while data, model and warm-up are made.
+        server = stack.enter_context(fork_server(env)) if device.cpu and can_fork() else None
+        train(run, options, device, env, server, extra)
+    finish(run, options, time.monotonic() - began)
+    return run.path
+
+
+def train(
+    run: RunFolder,
+    options: QuickstartOptions,
+    device: prepare.Device,
+    env: Mapping[str, str],
+    server: ForkServer | None,
+    extra: Sequence[str],
+) -> None:
+    """Prepares what is not there yet and runs verl's trainer to its end."""
     done = max(whole_checkpoints(run.path / "checkpoints"), default=0)
     if done >= options.steps:
         fix = f"Give --steps {done + 1} or more to train on"
@@ -53,24 +73,25 @@ def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
     overrides = to_overrides(prepare.settings_for(options, run, files, model, device, launch), extra)
     (run.path / "overrides.txt").write_text("\n".join(overrides) + "\n", encoding="utf-8")
     # Hydra writes what it composed into the launch's folder.
-    overrides += [f"hydra.run.dir={(run.path / 'launches' / f'{launch.number}.hydra').resolve()}", "hydra.output_subdir=."]
+    overrides += [
+        f"hydra.run.dir={(run.path / 'launches' / f'{launch.number}.hydra').resolve()}",
+        "hydra.output_subdir=.",
+    ]
     run.write_metrics()
     if launch.after_step:
         err.print(f"Going on after step {launch.after_step}")
 
-    env = environment(run, launch, cpu=device.cpu, threads=max(1, (os.cpu_count() or 2) // 2))
     err.print("Starting verl (its output: " + str(launch.log_file) + ")")
     with watching(options.steps, launch.after_step) as watch:
 
         def on_record(record: dict[str, Any]) -> None:
-            if not watch.seen_step(record, launch.after_step):
+            # verl logs the validation before the first step as the step it begins after.
+            if record["step"] < launch.after_step:
                 return
             run.append_metrics(record)
             watch.on_record(record)
 
-        run_verl(overrides, run, env=env, launch=launch, on_record=on_record)
-    finish(run, options, time.monotonic() - began)
-    return run.path
+        run_verl(overrides, run, env=env, launch=launch, on_record=on_record, server=server)
 
 
 def finish(run: RunFolder, options: QuickstartOptions, seconds: float) -> None:
@@ -80,7 +101,9 @@ def finish(run: RunFolder, options: QuickstartOptions, seconds: float) -> None:
     (run.path / "config.yaml").write_bytes(composed.read_bytes())
     records = run.metrics()
     picture = run.path / "progress.png"
-    report.draw(records, picture, f"{options.algorithm.upper()} on verl's trainer, device_map engine, seed {options.seed}")
+    report.draw(
+        records, picture, f"{options.algorithm.upper()} on verl's trainer, device_map engine, seed {options.seed}"
+    )
     out.print(report.summary_table(records))
     out.print(f"Picture: {picture}")
     out.print(f"{report.sentence(records)} It took {format_seconds(seconds)}.")
@@ -121,6 +144,10 @@ def newest_folder() -> Path:
     folders = numbered_folders()
     if not folders:
         raise config_error(
-            "nothing-to-resume", "--resume", None, f"there is no {RUNS}/{NAME}-N here", "Name the run's folder with --out"
+            "nothing-to-resume",
+            "--resume",
+            None,
+            f"there is no {RUNS}/{NAME}-N here",
+            "Name the run's folder with --out",
         )
     return folders[max(folders)]

@@ -36,9 +36,7 @@ def validation_reward(record: Record) -> float | None:
     verl reports one mean for each data_source; with as many rows of each (as the tasks have) their mean is the mean over rows.
     """
     means = [
-        float(score)
-        for name, score in record["data"].items()
-        if name.startswith("val-") and "/reward/mean@" in name
+        float(score) for name, score in record["data"].items() if name.startswith("val-") and "/reward/mean@" in name
     ]
     return sum(means) / len(means) if means else None
 
@@ -62,7 +60,11 @@ class Watch:
         self.step_times = [*self.step_times, now][-20:] if self.step_times[-1] else [now]
         left = self.total - record["step"]
         reward, kl, speed = value(record, REWARD), value(record, *KLS), value(record, THROUGHPUT)
-        parts = [f"reward {reward:.3f}", f"KL {kl:.4f}" if kl is not None else "", f"{speed:.0f} tokens/s" if speed else ""]
+        parts = [
+            f"reward {reward:.3f}",
+            f"KL {kl:.4f}" if kl is not None else "",
+            f"{speed:.0f} tokens/s" if speed else "",
+        ]
         if self.validation is not None:
             parts.append(f"validation {self.validation:.3f}")
         if len(self.step_times) > 1:

@@ -115,7 +115,9 @@ class DeviceMapEngine(FSDPEngine):
         """(name, detached parameter) pairs on their own devices; the hf rollout shares the module and reads none."""
         return ((name, value.detach()) for name, value in self.module.state_dict().items()), None
 
-    def forward_backward_batch(self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
+    ) -> Any:
         phase = "forward" if forward_only else "train"
         with record_memory(self.engine_config.role, phase, ENGINES.get("actor", self).step):
             return super().forward_backward_batch(data, loss_function, forward_only)
@@ -141,7 +143,8 @@ class DeviceMapEngine(FSDPEngine):
             where = hooks.output_device(output)
             micro_batch = micro_batch.to(where)
             output_args = {
-                name: value.to(where) if isinstance(value, torch.Tensor) else value for name, value in output_args.items()
+                name: value.to(where) if isinstance(value, torch.Tensor) else value
+                for name, value in output_args.items()
             }
             model_output = self.prepare_model_outputs(
                 output=output, output_args=output_args, micro_batch=micro_batch, logits_processor_func=loss_function
@@ -156,7 +159,12 @@ class DeviceMapEngine(FSDPEngine):
         return loss, {"model_output": detached, "loss": loss.detach().item(), "metrics": metrics}
 
     def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None, **_: Any
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **_: Any,
     ) -> None:
         """Writes verl's checkpoint layout; the model stays where it is."""
         self.checkpoint_manager.save_checkpoint(

@@ -7,6 +7,7 @@ verl marks the prompt of a failed rollout or reward "failure" and trains on the 
 from __future__ import annotations
 
 import asyncio
+import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,13 +30,21 @@ class Failure:
 
     @classmethod
     def of(cls, kind: str, error: BaseException) -> Failure:
-        """From an exception, seen through Ray's wrapping to the one that was raised first."""
-        first = error
-        while (cause := getattr(first, "cause", None)) is not None and isinstance(cause, BaseException):
+        """From an exception, seen through Ray's wrapping to the one that was raised first, and where."""
+        first, places = error, _places(error)
+        while isinstance(cause := getattr(first, "cause", None), BaseException):
             first = cause
-        frames = traceback.extract_tb(first.__traceback__) or traceback.extract_tb(error.__traceback__)
-        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        return cls(kind, f"{type(first).__name__}: {first}", where)
+            # An exception that came from another process has its traceback there as text, with the outer one.
+            places = _places(first) or places
+        return cls(kind, f"{type(first).__name__}: {first}", places[-1] if places else "")
+
+
+def _places(error: BaseException) -> list[str]:
+    """The file:line of each frame that the exception passed, the innermost last."""
+    if hasattr(error, "cause"):
+        # Ray's wrapping says what the traceback in the other process was.
+        return [f"{file}:{line}" for file, line in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
+    return [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def too_many(failures: Mapping[str, Mapping[str, Any]], allowed: int) -> RunError | None:
@@ -43,9 +52,10 @@ def too_many(failures: Mapping[str, Mapping[str, Any]], allowed: int) -> RunErro
 
     failures: the tags of the failures' partition, in the order in which they came.
     """
-    if len(failures) <= allowed:
+    # TransferQueue makes a key before it has the tag.
+    tags = [tag for tag in failures.values() if "kind" in tag]
+    if len(tags) <= allowed:
         return None
-    tags = list(failures.values())
     counts = {kind: sum(tag["kind"] == kind for tag in tags) for kind in ("rollout", "reward")}
     counted = " and ".join(f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in counts.items() if n)
     first = tags[0]

@@ -41,6 +41,9 @@ MODULES = (
     "verl_shard.verl_plugin.agent_loop",
     "verl_shard.verl_plugin.sampler",
 )
+LAUNCH_MARK = "VERL_SHARD_LAUNCH_ID"
+"""Environment variable by which the processes of a launch are known, however they were started."""
+
 FIRST_JOB = "01000000"
 """Ray's core reads the job that its process works for when it is imported. A cluster's first driver has this job, and the
 launch that a fork server serves has a cluster of its own; a worker of any other job becomes an ordinary interpreter."""
@@ -83,8 +86,10 @@ def fork_server(env: Mapping[str, str]) -> Iterator[ForkServer]:
             listener.bind(path)
             listener.listen(64)
             command = [sys.executable, "-m", "verl_shard.verl_plugin.fork_server", str(listener.fileno())]
+            # It outlives a launch, so it does not carry a launch's mark; its programs are reached through their clients.
+            own = {name: value for name, value in env.items() if name != LAUNCH_MARK}
             process = subprocess.Popen(
-                command, env=dict(env), pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL,
+                command, env=own, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         try:
@@ -94,8 +99,10 @@ def fork_server(env: Mapping[str, str]) -> Iterator[ForkServer]:
             process.wait()
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the one that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass
@@ -151,6 +158,7 @@ class _Server:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            die_with_parent()
             for number, fd in enumerate(fds):
                 os.dup2(fd, number)
                 os.close(fd)
@@ -212,7 +220,7 @@ def _run(request: dict[str, Any]) -> None:
 
 def main() -> None:
     """Imports, then serves the listening socket whose number is the argument."""
-    _die_with_parent()
+    die_with_parent()
     os.environ.update(RAY_JOB_ID=FIRST_JOB, RAY_RAYLET_PID=str(os.getpid()))
     listener = socket.socket(fileno=int(sys.argv[1]))
     for module in MODULES:

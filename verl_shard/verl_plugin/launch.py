@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -18,21 +20,16 @@ from verl_shard.common.errors import RunError
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.notices import RUN_DIR_VARIABLE, record_event
 from verl_shard.config.run_folder import Launch, RunFolder
-from verl_shard.verl_plugin.fork_server import ForkServer
-
-MARK = "VERL_SHARD_LAUNCH_ID"
-"""Environment variable by which the processes of a launch are known, however they were started."""
+from verl_shard.verl_plugin.fork_server import LAUNCH_MARK, ForkServer, die_with_parent
 
 LOOK_S = 0.2
 GRACE_S = 15.0
 
 
-def environment(run: RunFolder, launch: Launch, *, cpu: bool, threads: int) -> dict[str, str]:
-    """The environment of verl's processes. Ray hands it on to its workers on this machine."""
+def environment(*, cpu: bool, threads: int) -> dict[str, str]:
+    """The environment of verl's processes, of any launch. Ray hands it on to its workers on this machine."""
     env = dict(os.environ)
-    env[RUN_DIR_VARIABLE] = str(run.path.resolve())
-    env[MARK] = uuid.uuid4().hex
-    env["VERL_FILE_LOGGER_PATH"] = str(launch.metrics_file.resolve())
+    env[LAUNCH_MARK] = uuid.uuid4().hex
     # Ray changes neither the number of threads nor, below, which GPUs a worker sees.
     env["OMP_NUM_THREADS"] = str(threads)
     env["RAY_DEDUP_LOGS"] = "0"
@@ -60,22 +57,30 @@ def run_verl(
 ) -> None:
     """Runs `python -m verl.trainer.main_ppo` to its end. on_record gets each line of metrics, on_look runs several times a second.
 
-    server: starts verl's processes as forks of one that has imported verl already.
+    env: from `environment`. server: starts verl's processes as forks of one that has imported verl already.
 
     Raises RunError with what went wrong when it fails. However it is left, none of its processes stays.
     """
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
+    env = {
+        **env,
+        RUN_DIR_VARIABLE: str(run.path.resolve()),
+        "VERL_FILE_LOGGER_PATH": str(launch.metrics_file.resolve()),
+    }
     if server is not None:
         interpreter = f"+ray_kwargs.ray_init.runtime_env.py_executable='{server.interpreter}'"
         command = [*server.command, *command[1:], interpreter]
     record_event("launch", number=launch.number, after_step=launch.after_step)
     with launch.log_file.open("wb") as log, _started(command, log, env) as process:
-        seen = 0
+        seen, stepped = 0, False
         while True:
             # Asked before reading, so that what was written just before the end is read too.
             ended = process.poll() is not None
             records = list(read_json_lines(launch.metrics_file))
             for record in records[seen:]:
+                if "timing_s/step" in record["data"] and not stepped:
+                    stepped = True
+                    record_event("first-step", number=launch.number, step=record["step"])
                 on_record(record)
             seen = len(records)
             on_look()
@@ -91,11 +96,29 @@ def run_verl(
 @contextmanager
 def _started(command: Sequence[str], log: Any, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     # Its own session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True,
+        # A parent that is killed cannot end it; then it ends by itself, and Ray's processes follow their driver.
+        preexec_fn=die_with_parent,
+    )  # fmt: skip
     try:
         yield process
     finally:
-        end_launch(process, env[MARK])
+        with _no_interrupts():
+            end_launch(process, env[LAUNCH_MARK])
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Ctrl-C again while all is being ended would leave half of it running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def end_launch(process: subprocess.Popen[bytes], mark: str) -> None:
@@ -125,7 +148,7 @@ def marked_processes(mark: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(LAUNCH_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -135,11 +158,20 @@ def marked_processes(mark: str) -> list[int]:
 def explain_end(launch: Launch, run: RunFolder, code: int) -> str:
     """What is known of a run that ended badly: the error that was raised first, and where to read more."""
     with launch.log_file.open(encoding="utf-8", errors="replace") as lines:
-        tail = deque((re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in lines), maxlen=4000)
+        tail = list(deque((re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in lines), maxlen=4000))
     # Ray repeats an error at each process it passes; the innermost comes first. "(pid=...)" marks a worker's output.
     pattern = re.compile(r"^(?:\(.*?pid=.*?\) )?([\w.]*(?:Error|Exception|Interrupt)\b(?:: .*)?)$")
-    errors = [match[1] for line in tail if (match := pattern.match(line))]
-    ours = [error for error in errors if error.startswith("verl_shard.")]
-    chosen = (ours or errors or [tail[-1] if tail else "it printed nothing"])[0]
+    errors = [(number, match[1]) for number, line in enumerate(tail) if (match := pattern.match(line))]
+    # One of our own says most, and may have a line for each finding.
+    ours = [(number, error) for number, error in errors if error.startswith("verl_shard.")]
+    if ours:
+        number, chosen = ours[0]
+        more = itertools.takewhile(
+            lambda line: line and not line.startswith(("(", "[", "Traceback", "During")), tail[number + 1 :]
+        )
+        chosen = "\n".join([chosen, *more])
+    else:
+        chosen = errors[0][1] if errors else (tail[-1] if tail else "it printed nothing")
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"verl ended with {how}: {re.sub(r'^verl_shard[.\w]*: ', '', chosen)}\nIts output is in {launch.log_file}"
+    message = re.sub(r"^verl_shard[.\w]*: ", "", chosen)
+    return f"verl ended with {how}: {message}\nIts output is in {launch.log_file}"

@@ -73,7 +73,9 @@ def make_sampler(*, trainer_mode: str, sampler_kwargs: Any, refill_fn: Any, **kw
     if options:
         raise config_error("unknown-key", where, sorted(options), "this sampler does not have it", "Use max_failures")
     if not isinstance(max_failures, int) or isinstance(max_failures, bool) or max_failures < 0:
-        raise config_error("not-a-count", f"{where}.max_failures", max_failures, "not a number of failures", "Use 0 or more")
+        raise config_error(
+            "not-a-count", f"{where}.max_failures", max_failures, "not a number of failures", "Use 0 or more"
+        )
     buffer = ShardReplayBuffer if trainer_mode == "sync" else ShardReplayBufferAsync
     sampler = buffer(
         trainer_mode=trainer_mode,

@@ -62,7 +62,12 @@ class HFServerAdapter(BaseRollout):
 
 
 def generate_in_worker(
-    _worker: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, pad: int, eos: Sequence[int]
+    _worker: Any,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    pad: int,
+    eos: Sequence[int],
 ) -> list[Response]:
     """Generates inside the training worker. The server calls it through Ray's `__ray_call__`.
 

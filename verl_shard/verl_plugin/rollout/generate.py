@@ -30,7 +30,9 @@ class Sampling:
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
 
-    _KNOWN = frozenset({"temperature", "top_k", "top_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"})
+    _KNOWN = frozenset(
+        {"temperature", "top_k", "top_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"}
+    )
 
     @classmethod
     def from_request(cls, params: dict[str, Any], *, limit: int, ignore_eos: bool) -> Sampling:

@@ -1,0 +1,72 @@
+"""How long it takes from launching verl to its first training step, and what a step takes."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from verl_shard.common.files import read_json_lines, write_whole
+from verl_shard.common.tables import out, table
+
+SCHEMA = "verl_shard/bench-start/1"
+
+
+@dataclass(frozen=True)
+class StartTimes:
+    """Seconds. to_first_step: from launching verl to the beginning of its first training step, the validation before it
+    included; step: the median over the steps after the first two; whole: the command from beginning to end."""
+
+    to_first_step: float
+    step: float
+    steps: int
+    whole: float
+
+
+def read_times(run: Path, whole: float) -> StartTimes:
+    """The times of a run that has ended, from its events and metrics.
+
+    verl logs a step when it ends, with the seconds that it took; so the step began that much before.
+    """
+    launched = next(event["time"] for event in read_json_lines(run / "events.jsonl") if event["kind"] == "launch")
+    ends = [event["time"] for event in read_json_lines(run / "events.jsonl") if event["kind"] == "first-step"]
+    steps = [r["data"]["timing_s/step"] for r in read_json_lines(run / "metrics.jsonl") if "timing_s/step" in r["data"]]
+    return StartTimes(ends[0] - steps[0] - launched, statistics.median(steps[2:]), len(steps), whole)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import os
+
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    packages = {name: version(name) for name in ("verl", "torch", "transformers", "ray")}
+    return {"cpus": os.cpu_count(), "gpus": gpus, "python": platform.python_version(), "packages": packages}
+
+
+def bench_start(given: Mapping[str, Any], result: Path | None) -> StartTimes:
+    """Runs the quick start in a folder of its own, prints a table, and writes JSON when `result` is given."""
+    from verl_shard.quickstart.run import quickstart
+
+    with tempfile.TemporaryDirectory(prefix="verl_shard_bench_") as folder:
+        began = time.monotonic()
+        run = quickstart({"out": Path(folder) / "run", **given})
+        times = read_times(run, time.monotonic() - began)
+    rows = [
+        ("launch of verl to its first training step", f"{times.to_first_step:.1f} s"),
+        (f"a step (median of {times.steps - 2})", f"{times.step:.2f} s"),
+        ("the whole command", f"{times.whole:.0f} s"),
+    ]
+    out.print(table("verl-shard bench start", ("", "time"), rows))
+    if result is not None:
+        record = {"schema": SCHEMA, "machine": machine(), "given": dict(given), "times": asdict(times)}
+        write_whole(result, json.dumps(record, indent=2, default=str) + "\n")
+    return times
