@@ -60,7 +60,8 @@ def test_memory_is_recorded_for_each_role_and_phase(ppo: tuple[RunFolder, Record
     lines = list(read_json_lines(ppo[0].path / "memory.jsonl"))
     seen = {(line["role"], line["phase"]) for line in lines}
     assert seen == {
-        ("rollout", "generate"), ("actor", "forward"), ("actor", "train"), ("ref", "forward"), ("critic", "forward"), ("critic", "train"),
+        ("rollout", "generate"), ("actor", "forward"), ("actor", "train"),
+        ("ref", "forward"), ("critic", "forward"), ("critic", "train"),
     }  # fmt: skip
     assert {line["step"] for line in lines if line["phase"] == "train"} == {1, 2, 3, 4}
 
@@ -88,7 +89,7 @@ def test_lora(run: Run, tmp_path: Path) -> None:
     assert "ref" not in {line["role"] for line in read_json_lines(folder.path / "memory.jsonl")}
 
 
-class Killed(Exception):
+class KilledError(Exception):
     pass
 
 
@@ -97,9 +98,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
 ) -> None:
     def stop_after_third(record: dict[str, Any]) -> None:
         if record["step"] == 3:
-            raise Killed
+            raise KilledError
 
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         run(tmp_path / "run", on_record=stop_after_third)
     assert marked_processes(env[LAUNCH_MARK]) == [], "something of the killed launch is still there"
     assert list(whole_checkpoints(tmp_path / "run" / "checkpoints")) == [2]

@@ -1,4 +1,7 @@
-"""The command line: one verb a file. An error is one message on stderr; exit code 0 well, 1 a failed run, 2 a fault in what was given."""
+"""The command line: one verb a file.
+
+An error is one message on stderr. Exit code 0 is well, 1 a failed run, 2 a fault in what was given.
+"""
 
 from __future__ import annotations
 

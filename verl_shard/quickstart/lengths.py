@@ -68,8 +68,8 @@ def choose_lengths(
         room = positions - lengths.prompt
         faults.append(
             Finding("error", "too-long-for-model", "--max-response-length", str(lengths.response),
-                    f"prompt {lengths.prompt} + response {lengths.response} = {lengths.prompt + lengths.response} tokens, and the "
-                    f"model has {positions} positions",
+                    f"prompt {lengths.prompt} + response {lengths.response} = {lengths.prompt + lengths.response} tokens, and "
+                    f"the model has {positions} positions",
                     f"Give {room} or less" if room > 0 else "Take shorter prompts, or a model with more positions")
         )  # fmt: skip
     if faults:

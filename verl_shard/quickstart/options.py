@@ -99,13 +99,13 @@ class QuickstartOptions:
             )  # fmt: skip
         if self.data and self.task:
             faults.append(
-                Finding("error", "data-and-task", "--task", ", ".join(self.task), "with --data there are no tasks to take prompts from",
+                Finding("error", "data-and-task", "--task", ", ".join(self.task), "--data takes the place of tasks",
                         "Give --data or --task")
             )  # fmt: skip
         for name in ("val_data", "reward"):
             if getattr(self, name) and not self.data:
                 faults.append(
-                    Finding("error", "needs-data", flag(name), str(getattr(self, name)), "it belongs to --data, which is not given",
+                    Finding("error", "needs-data", flag(name), str(getattr(self, name)), "--data is not given",
                             "Give --data too")
                 )  # fmt: skip
         return faults

@@ -77,7 +77,7 @@ def check_inputs(options: QuickstartOptions) -> None:
 
 
 def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, Path | str, float | None]:
-    """Data, model, and the validation reward after the warm-up; what the user gave is taken, the rest is made in the run folder."""
+    """Data, model, and the validation reward after the warm-up; what is not given is made in the run folder."""
     if options.data:
         files = own_data(options, run.path / "data")
     else:

@@ -1,7 +1,8 @@
 """Rollouts and rewards that fail, caught where they happen.
 
-verl marks the prompt of a failed rollout or reward "failure" and trains on the rest: 13 of 32 samples raised in a trial, exit code
-0. Here the agent loop writes each failure into TransferQueue, where the sampler of the trainer sees it at its next look.
+verl marks the prompt of a failed rollout or reward "failure" and trains on the rest: 13 of 32 samples raised in a
+trial, exit code 0. Here the agent loop writes each failure into TransferQueue, where the sampler of the trainer sees
+it at its next look.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Stands in for a Python interpreter: has the fork server run a program, and is that program to whoever started this one.
 
-Run as `python -S fork_client.py SOCKET PROGRAM [ARGUMENT ...]`; without a server it becomes an ordinary interpreter. It imports nothing
-of this package, since it is started once for each worker of Ray and should cost milliseconds.
+Run as `python -S fork_client.py SOCKET PROGRAM [ARGUMENT ...]`; without a server it becomes an ordinary interpreter.
+It imports nothing of this package, since it is started once for each worker of Ray and should cost milliseconds.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -27,10 +28,8 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, *arguments])
 
     def forward(number: int, _frame: object) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
-        except ProcessLookupError:
-            pass
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)

@@ -1,8 +1,9 @@
 """A process that has imported verl once, and forks into each of verl's processes on this machine.
 
-verl's trainer is nine processes, and each imports torch, transformers, Ray and verl anew: seven CPU-seconds apiece, one after the other
-for the most part, so that a small machine is busy for most of a minute before the first step. A fork of a process that
-has imported them takes milliseconds. Ray is told to start its workers through `fork_client.py`, which is a stand-in for the interpreter.
+verl's trainer is nine processes, and each imports torch, transformers, Ray and verl anew: seven CPU-seconds apiece,
+one after the other for the most part, so that a small machine is busy for most of a minute before the first step. A
+fork of a process that has imported them takes milliseconds. Ray is told to start its workers through
+`fork_client.py`, which is a stand-in for the interpreter.
 
 For runs on the CPU only: torch and verl look for GPUs when they are imported, and CUDA does not survive a fork.
 """

@@ -55,7 +55,9 @@ def run_verl(
     on_look: Callable[[], None] = lambda: None,
     server: ForkServer | None = None,
 ) -> None:
-    """Runs `python -m verl.trainer.main_ppo` to its end. on_record gets each line of metrics, on_look runs several times a second.
+    """Runs `python -m verl.trainer.main_ppo` to its end.
+
+    on_record gets each line of metrics, on_look runs several times a second.
 
     env: from `environment`. server: starts verl's processes as forks of one that has imported verl already.
 

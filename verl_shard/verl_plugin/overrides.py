@@ -15,8 +15,8 @@ ALGORITHMS = ("ppo", "grpo")
 class RunSettings:
     """What decides a run on verl's trainer. Lengths are in tokens, batch sizes in prompts unless they say otherwise.
 
-    algorithm: "ppo" is GAE with a critic and the KL to the reference in the reward; "grpo" has n responses a prompt, no critic, and
-        that KL in the loss.
+    algorithm: "ppo" is GAE with a critic and the KL to the reference in the reward; "grpo" has n responses a prompt,
+        no critic, and that KL in the loss.
     micro_batch_size: samples in one forward and backward; fewer need less memory and more time.
     reward: a Python file and function, "path.py:name" or "pkg://module:name"; None takes verl's by data_source.
     plan: the plan.yaml with the device maps.

@@ -1,7 +1,8 @@
 """The sampler that hands finished samples to verl's trainer: verl's own, but prompt, ordered, and stopping on failures.
 
-verl's looks every 2 seconds, which is most of a small step; takes prompts in the order of random ids, so that no two runs see the same
-micro-batches; and does not know of failures. What it does about groups (`filter_groups`, `sync_refill_failed_groups`) is inherited.
+verl's looks every 2 seconds, which is most of a small step; takes prompts in the order of random ids, so that no two
+runs see the same micro-batches; and does not know of failures. What it does about groups (`filter_groups`,
+`sync_refill_failed_groups`) is inherited.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def make_sampler(*, trainer_mode: str, sampler_kwargs: Any, refill_fn: Any, **kw
     """The sampler for a trainer mode, as `trainer.v1.sampler.custom_sampler` names it.
 
     verl tells a custom sampler nothing of group filtering and refilling and leaves it to read the config; this one
-    passes on what verl would have given its own. sampler_kwargs: max_failures, the number of failed rollouts and rewards
-    after which the run still goes on (0).
+    passes on what verl would have given its own. sampler_kwargs: max_failures, the number of failed rollouts and
+    rewards after which the run still goes on (0).
     """
     options = dict(sampler_kwargs or {})
     max_failures = options.pop("max_failures", 0)
