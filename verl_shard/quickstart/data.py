@@ -1,0 +1,97 @@
+"""Prompts of the quick start as the parquet files verl reads: train and validation, apart and split by seed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_shard.common.seeds import derive_seed
+from verl_shard.quickstart.tasks import INSTRUCTION, SOURCE, TASKS, Entry, Task
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The two parquet files of a run."""
+
+    train: Path
+    val: Path
+
+
+def write_data(out_dir: Path, *, seed: int, n_train: int, n_val: int) -> DataFiles:
+    """Writes train.parquet and val.parquet below `out_dir`: the tasks in turn, the same rows for the same seed.
+
+    No question is in both, and none is twice in the validation file. A training question may come back, as the small
+    number ranges have only so many.
+    """
+    assert n_train > 0, "nothing to train on"
+    assert n_val > 0, "nothing to validate on"
+    out_dir.mkdir(parents=True, exist_ok=True)
+    files = DataFiles(out_dir / "train.parquet", out_dir / "val.parquet")
+    val = _rows("val", seed, n_val, frozenset(), distinct=True)
+    held_out = frozenset(_question(row) for row in val)
+    _write(files.val, val)
+    _write(files.train, _rows("train", seed, n_train, held_out, distinct=False))
+    return files
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a parquet file, nested columns as dicts and lists."""
+    import pyarrow.parquet
+
+    rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    return rows
+
+
+def entry_of(row: Row) -> Entry:
+    """The reasoning-gym entry that a row was made of."""
+    entry: Entry = json.loads(row["extra_info"]["entry"])
+    return entry
+
+
+def _rows(split: str, seed: int, count: int, held_out: Collection[str], *, distinct: bool) -> list[Row]:
+    streams = [(task, task.entries(derive_seed(seed, "data", split, task.name))) for task in TASKS]
+    seen = set(held_out)
+    rows: list[Row] = []
+    while len(rows) < count:
+        task, entries = streams[len(rows) % len(streams)]
+        entry = next(entry for entry in entries if entry["question"] not in seen)
+        if distinct:
+            seen.add(entry["question"])
+        rows.append(_row(task, entry, split, len(rows)))
+    return rows
+
+
+def _row(task: Task, entry: Entry, split: str, index: int) -> Row:
+    return {
+        "data_source": SOURCE + task.name,
+        "prompt": [
+            {"role": "system", "content": INSTRUCTION},
+            {"role": "user", "content": entry["question"]},
+        ],
+        "ability": task.ability,
+        "reward_model": {"style": "rule", "ground_truth": entry["answer"]},
+        "extra_info": {"split": split, "index": index, "entry": json.dumps(entry)},
+    }
+
+
+def _question(row: Row) -> str:
+    question: str = row["prompt"][-1]["content"]
+    return question
+
+
+def _write(path: Path, rows: list[Row]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
