@@ -27,7 +27,7 @@ def test_order_is_kept(tmp_path: Path) -> None:
 
 def test_a_role_that_is_not_planned_is_named_with_those_that_are(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.yaml", {"actor": {}, "ref": {}})
-    with pytest.raises(ConfigError, match="= critic: it plans actor, ref. Add an entry for critic"):
+    with pytest.raises(ConfigError, match=r"= critic: it plans actor, ref\. Add an entry for critic"):
         read_role(tmp_path / "plan.yaml", "critic")
     write_plan(tmp_path / "plan.yaml", {})
     with pytest.raises(ConfigError, match="it plans no role"):

@@ -14,6 +14,22 @@ import torch
 
 from verl_shard.common.errors import config_error
 
+# What a folder's generation_config.json may hold that changes the choice of tokens: each turned off, by generate's own names.
+_NOT_THE_FOLDERS: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "repetition_penalty": 1.0,
+    **dict.fromkeys(
+        (
+            "temperature", "top_k", "top_p", "min_new_tokens", "max_time", "stop_strings", "guidance_scale", "sequence_bias",
+            "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+            "exponential_decay_length_penalty", "watermarking_config", "prompt_lookup_num_tokens",
+        )
+    ),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -59,6 +75,22 @@ class Response:
 
     token_ids: list[int]
     log_probs: list[float]
+
+
+class _RepetitionPenalty:
+    """transformers' penalty on tokens that have been, except that padding has not been.
+
+    transformers' own counts the padding token as seen in the rows that are padded, which depend on their neighbours.
+    """
+
+    def __init__(self, penalty: float, prompt_mask: torch.Tensor) -> None:
+        self.penalty, self.prompt_mask = penalty, prompt_mask
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counted = torch.ones_like(input_ids)
+        counted[:, : self.prompt_mask.shape[1]] = self.prompt_mask
+        seen = torch.zeros_like(scores, dtype=counted.dtype).scatter_add_(1, input_ids, counted) > 0
+        return torch.where(seen, torch.where(scores < 0, scores * self.penalty, scores / self.penalty), scores)
 
 
 class _InverseCdfSampler:
@@ -115,6 +147,8 @@ def generate(
         attention_mask[row, width - len(prompt) :] = 1
 
     processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1.0:
+        processors.append(_RepetitionPenalty(sampling.repetition_penalty, attention_mask.to(device)))
     if sampling.temperature not in (0.0, 1.0):
         processors.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k > 0:
@@ -132,13 +166,8 @@ def generate(
             input_ids=input_ids.to(device),
             attention_mask=attention_mask.to(device),
             logits_processor=processors,
-            # The processors above have done the choosing; none of the folder's own sampling defaults may be added.
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=sampling.repetition_penalty,
-            temperature=None,
-            top_p=None,
-            top_k=None,
+            # The processors above have done the choosing.
+            **_NOT_THE_FOLDERS,
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=pad_token_id,
             eos_token_id=stops or None,
