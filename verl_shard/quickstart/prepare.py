@@ -17,6 +17,7 @@ from verl_shard.mapping.build import build_device_map
 from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.planning.plan_file import write_plan
 from verl_shard.quickstart import checks
+from verl_shard.quickstart.check_names import check_reward, check_tasks
 from verl_shard.quickstart.data import DataFiles, write_data
 from verl_shard.quickstart.lengths import OWN_RESPONSE, choose_lengths
 from verl_shard.quickstart.options import QuickstartOptions
@@ -63,10 +64,10 @@ def check_inputs(options: QuickstartOptions) -> None:
     """Raises ConfigError with all that is wrong with the model, the data and the reward. Makes nothing."""
     faults: list[Finding] = []
     for check in (
-        lambda: checks.check_tasks(options.task),
+        lambda: check_tasks(options.task),
         lambda: checks.check_model(options.model) if options.model is not None else None,
         lambda: checks.check_data([*options.data, *options.val_data]) if options.data else None,
-        lambda: checks.check_reward(options.reward) if options.reward is not None else None,
+        lambda: check_reward(options.reward) if options.reward is not None else None,
     ):
         try:
             check()

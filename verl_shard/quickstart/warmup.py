@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from verl_shard.quickstart.tasks import task_of, worked_answer
 if TYPE_CHECKING:
     from torch import Tensor
 
-STEPS = 300
+STEPS = 250
 BATCH_SIZE = 32
 LEARNING_RATE = 1e-3
 MAX_RESPONSE_LENGTH = 24
@@ -150,11 +151,10 @@ def _answer_loss(model: Any, batch: Sequence[_Example], pad: int) -> Tensor:
 
 def _save_weights(model: Any, model_dir: Path) -> None:
     """Replaces the folder's weights in one move; everything else in it stays."""
-    from safetensors.torch import save_model
-
-    temporary = model_dir / f".model.safetensors.{os.getpid()}"
+    # save_pretrained keeps a tied weight under the embedding's name, where a model with another head looks for it too.
+    temporary = model_dir / f".weights.{os.getpid()}"
     try:
-        save_model(model, str(temporary), metadata={"format": "pt"})
-        os.replace(temporary, model_dir / "model.safetensors")
+        model.save_pretrained(temporary)
+        os.replace(temporary / "model.safetensors", model_dir / "model.safetensors")
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -47,6 +47,17 @@ def resolve_precision(precision: str | None, *, forward_only: bool, device: str)
     return "bf16" if forward_only else "bf16-mixed"
 
 
+def _on_host_without_its_gpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """Where torch.load puts what was saved on a GPU that this process does not have: a run may go on with fewer GPUs."""
+    gpu = location.removeprefix("cuda:")
+    away = location.startswith("cuda:") and gpu.isdecimal() and int(gpu) >= torch.cuda.device_count()
+    return storage if away else None
+
+
+# Asked before torch's own deserializer for CUDA (20), which would raise; load_state_dict then copies to the right GPU.
+torch.serialization.register_package(19, lambda _: None, _on_host_without_its_gpu)
+
+
 class DeviceMapEngine(FSDPEngine):
     """What the language-model and the value-model engine share."""
 
