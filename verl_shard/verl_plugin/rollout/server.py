@@ -115,10 +115,13 @@ class HFServer:
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, each request that waits must hear of it
             for request in batch:
-                request.answer.set_exception(error)
+                # One whose caller has given up is done already.
+                if not request.answer.done():
+                    request.answer.set_exception(error)
             return
         for request, response in zip(batch, responses, strict=True):
-            request.answer.set_result(response)
+            if not request.answer.done():
+                request.answer.set_result(response)
 
     async def set_global_steps(self, global_steps: int) -> None:
         """From now on requests are answered with the weights after this many steps."""
