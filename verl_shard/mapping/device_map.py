@@ -69,8 +69,11 @@ class DeviceMap(dict[str, DeviceId]):
         """Bytes of weights and buffers on each device that is used."""
         return {stage.device: stage.n_bytes for stage in self.stages}
 
-    def report(self) -> str:
-        """A table for people: for each device its pieces, bytes, share of the whole, and head-room below its limit."""
+    def report(self, width: int = 100) -> str:
+        """A table for people: for each device its pieces, bytes, share of the whole, and head-room below its limit.
+
+        width: of the table, in characters.
+        """
         total = sum(self.loads.values())
         limited = any(stage.cap is not None for stage in self.stages)
         columns = ["device", "holds", "blocks", "bytes", "share", *(["left of its limit"] if limited else [])]
@@ -95,7 +98,7 @@ class DeviceMap(dict[str, DeviceId]):
             ratio = fullest.n_bytes * len(self.stages) / total
             heading += f"; the fullest, {device_label(fullest.device)}, holds {ratio:.3f} x an even share"
         text = io.StringIO()
-        console = Console(file=text, width=120, highlight=False, color_system=None)
+        console = Console(file=text, width=width, highlight=False, color_system=None)
         console.print(heading)
         console.print(table("", columns, rows))
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip()) + "\n"

@@ -68,7 +68,7 @@ def train(
         run.update(ready=True, files=[str(files.train), str(files.val)], model=str(model))
 
     maps = prepare.lay_out(options, run, model, device)
-    out.print(maps["actor"].report(), end="")
+    out.print(maps["actor"].report(out.width), end="", soft_wrap=True, markup=False)
     launch = run.new_launch()
     overrides = to_overrides(prepare.settings_for(options, run, files, model, device, launch), extra)
     (run.path / "overrides.txt").write_text("\n".join(overrides) + "\n", encoding="utf-8")
