@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from verl_shard.common.seeds import derive_seed
 from verl_shard.quickstart.tasks import INSTRUCTION, SOURCE, TASKS, Entry, Task
 
 Row = dict[str, Any]
+
+VAL_ONE_IN = 5
+"""One question in so many is for validation."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +26,20 @@ class DataFiles:
     val: Path
 
 
-def write_data(out_dir: Path, *, seed: int, n_train: int, n_val: int) -> DataFiles:
+def write_data(out_dir: Path, *, seed: int, n_train: int, n_val: int, tasks: Sequence[str] = ()) -> DataFiles:
     """Writes train.parquet and val.parquet below `out_dir`: the tasks in turn, the same rows for the same seed.
 
-    No question is in both, and none is twice in the validation file. A training question may come back, as the small
-    number ranges have only so many.
+    No question is in both files. Within one a question may come back, as small number ranges have only so many.
+    `tasks` are names of ours; without any, all take part.
     """
     assert n_train > 0, "nothing to train on"
     assert n_val > 0, "nothing to validate on"
+    chosen = [task for task in TASKS if task.name in tasks or not tasks]
+    assert len(chosen) >= len(set(tasks)), f"not all of {tasks} are tasks"
     out_dir.mkdir(parents=True, exist_ok=True)
     files = DataFiles(out_dir / "train.parquet", out_dir / "val.parquet")
-    val = _rows("val", seed, n_val, frozenset(), distinct=True)
-    held_out = frozenset(_question(row) for row in val)
-    _write(files.val, val)
-    _write(files.train, _rows("train", seed, n_train, held_out, distinct=False))
+    _write(files.train, _rows("train", seed, n_train, chosen))
+    _write(files.val, _rows("val", seed, n_val, chosen))
     return files
 
 
@@ -54,17 +57,19 @@ def entry_of(row: Row) -> Entry:
     return entry
 
 
-def _rows(split: str, seed: int, count: int, held_out: Collection[str], *, distinct: bool) -> list[Row]:
-    streams = [(task, task.entries(derive_seed(seed, "data", split, task.name))) for task in TASKS]
-    seen = set(held_out)
+def _rows(split: str, seed: int, count: int, tasks: Sequence[Task]) -> list[Row]:
+    streams = [(task, task.entries(derive_seed(seed, "data", split, task.name))) for task in tasks]
     rows: list[Row] = []
     while len(rows) < count:
         task, entries = streams[len(rows) % len(streams)]
-        entry = next(entry for entry in entries if entry["question"] not in seen)
-        if distinct:
-            seen.add(entry["question"])
+        entry = next(entry for entry in entries if _split_of(entry["question"], seed) == split)
         rows.append(_row(task, entry, split, len(rows)))
     return rows
+
+
+def _split_of(question: str, seed: int) -> str:
+    """Each question belongs to one split, whatever else is drawn: so the two files cannot share one."""
+    return "val" if derive_seed(seed, "split", question) % VAL_ONE_IN == 0 else "train"
 
 
 def _row(task: Task, entry: Entry, split: str, index: int) -> Row:
@@ -78,11 +83,6 @@ def _row(task: Task, entry: Entry, split: str, index: int) -> Row:
         "reward_model": {"style": "rule", "ground_truth": entry["answer"]},
         "extra_info": {"split": split, "index": index, "entry": json.dumps(entry)},
     }
-
-
-def _question(row: Row) -> str:
-    question: str = row["prompt"][-1]["content"]
-    return question
 
 
 def _write(path: Path, rows: list[Row]) -> None:

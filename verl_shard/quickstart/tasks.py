@@ -78,7 +78,6 @@ def _leg_steps(entry: Entry) -> list[str]:
 TASKS: tuple[Task, ...] = (
     Task("gcd", "number theory", {"min_value": 1, "max_value": 15}, _gcd_steps, 0.75),
     Task("leg_counting", "counting", {"min_animals": 1, "max_animals": 2, "max_instances": 3}, _leg_steps, 0.25),
-    Task("palindrome_generation", "spelling", {"min_length": 3, "max_length": 5}, _read_off, 0.25),
     Task("spell_backward", "spelling", {"min_word_len": 3, "max_word_len": 5}, _read_off, 0.75),
 )
 

@@ -1,0 +1,62 @@
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl_shard.quickstart.checks import check_model
+from verl_shard.quickstart.data import DataFiles, read_rows
+from verl_shard.quickstart.tasks import TASKS
+from verl_shard.quickstart.warmup import greedy_reward, warm_up
+
+
+@pytest.fixture
+def untrained(model_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_dir, tmp_path / "model"))
+
+
+def test_the_loss_falls_and_the_weights_are_written_back(untrained: Path, data: DataFiles) -> None:
+    calls: list[tuple[int, int, float]] = []
+    names = sorted(path.name for path in untrained.iterdir())
+    result = warm_up(untrained, data, seed=0, steps=25, progress=lambda *call: calls.append(call))
+    assert [call[:2] for call in calls] == [(step, 25) for step in range(1, 26)]
+    assert result.steps == 25
+    assert result.loss < 0.6 * calls[0][2]
+    assert 0 <= result.val_reward <= 1
+    assert sorted(path.name for path in untrained.iterdir()) == names
+    check_model(untrained)
+    model = AutoModelForCausalLM.from_pretrained(untrained)
+    tokenizer = AutoTokenizer.from_pretrained(untrained)
+    assert greedy_reward(model, tokenizer, read_rows(data.val)) == pytest.approx(result.val_reward)
+
+
+def test_an_interrupt_leaves_the_untrained_model(untrained: Path, data: DataFiles) -> None:
+    before = {path.name: path.read_bytes() for path in untrained.iterdir()}
+
+    def interrupt(step: int, steps: int, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(untrained, data, seed=0, steps=5, progress=interrupt)
+    assert {path.name: path.read_bytes() for path in untrained.iterdir()} == before
+
+
+def test_the_same_seed_gives_the_same_losses(untrained: Path, data: DataFiles) -> None:
+    def losses(seed: int) -> list[float]:
+        seen: list[float] = []
+
+        def stop_at_three(step: int, steps: int, loss: float) -> None:
+            seen.append(loss)
+            if step == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            warm_up(untrained, data, seed=seed, progress=stop_at_three)
+        return seen
+
+    assert losses(0) == pytest.approx(losses(0), rel=1e-4)
+    assert losses(0) != pytest.approx(losses(1), rel=1e-4)
+
+
+def test_some_worked_answers_are_bare_and_some_are_not() -> None:
+    assert all(0 < task.bare_share < 1 for task in TASKS)

@@ -1,0 +1,156 @@
+"""What a user brings to the quick start, a model or data, looked at before anything is made or loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_shard.common.errors import ConfigError, Finding
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+    "tekken.json",
+)
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def check_model(path: str | Path) -> None:
+    """Raises ConfigError, with all faults, unless `path` is a folder of a model that transformers loads, or may be a hub id.
+
+    What is no folder but looks like an id, "name" or "organisation/name", is left to transformers.
+    """
+    folder = Path(path).expanduser()
+    if str(path) and folder.is_dir():
+        faults = _folder_faults(folder)
+    elif folder.is_file():
+        faults = [_model_fault("not-a-folder", path, "it is a file", "Name the folder that the file is in")]
+    elif _HUB_ID.fullmatch(str(path)):
+        faults = []
+    else:
+        fix = "Name a folder that is there, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        faults = [_model_fault("no-model-folder", path, "there is no such folder, and it is no hub id", fix)]
+    if faults:
+        raise ConfigError(faults)
+
+
+def check_data(files: Sequence[Path]) -> None:
+    """Raises ConfigError, with the faults of all files, unless each is a parquet file with rows in verl's columns.
+
+    Needed are data_source (text), prompt (a list of messages with role and content) and reward_model.ground_truth.
+    """
+    faults = [fault for path in files for fault in _file_faults(Path(path))]
+    if not files:
+        faults = [_data_fault("no-data", "", "no file is given", "Name a parquet file")]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _folder_faults(folder: Path) -> list[Finding]:
+    if not any(folder.iterdir()):
+        return [
+            _model_fault("empty-model-folder", folder, "the folder is empty", "Save a model and its tokenizer there")
+        ]
+    faults = []
+    config = folder / "config.json"
+    if not config.is_file():
+        fix = "Save the model there with save_pretrained, which writes it"
+        faults.append(_model_fault("no-model-config", folder, "it has no config.json", fix))
+    elif not isinstance(_json(config), dict):
+        faults.append(_model_fault("bad-model-config", folder, "its config.json is not a JSON object", "Save it again"))
+    if not _any_file(folder, _TOKENIZERS):
+        why = f"it has no tokenizer (none of {', '.join(_TOKENIZERS)})"
+        faults.append(_model_fault("no-tokenizer", folder, why, "Save the tokenizer there with save_pretrained"))
+    elif not _has_chat_template(folder):
+        why = "its tokenizer has no chat template, and prompts are lists of messages"
+        fix = "Set tokenizer.chat_template and save the tokenizer there, or take the model's chat version"
+        faults.append(_model_fault("no-chat-template", folder, why, fix))
+    if not _any_file(folder, _WEIGHTS):
+        why = f"it has no weights (none of {', '.join(_WEIGHTS)})"
+        faults.append(_model_fault("no-weights", folder, why, "Save the model there with save_pretrained"))
+    return faults
+
+
+def _any_file(folder: Path, patterns: Sequence[str]) -> bool:
+    return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if _any_file(folder, ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")):
+        return True
+    # Mistral's own tokenizer file holds its template.
+    settings = _json(folder / "tokenizer_config.json")
+    return (folder / "tekken.json").is_file() or (isinstance(settings, dict) and bool(settings.get("chat_template")))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _file_faults(path: Path) -> list[Finding]:
+    import pyarrow
+    import pyarrow.parquet
+
+    if not path.is_file():
+        why = "it is a folder" if path.is_dir() else "there is no such file"
+        return [_data_fault("no-data-file", path, why, "Name a parquet file that is there")]
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
+        why = f"it cannot be read as parquet ({str(error).splitlines()[0]})"
+        return [_data_fault("not-parquet", path, why, "Write it with pandas' to_parquet, for example")]
+    if table.num_rows == 0:
+        return [_data_fault("no-rows", path, "it has no rows", "Name a file with data")]
+    faults = []
+    for column, wanted, is_right in _COLUMNS:
+        if column not in table.column_names:
+            why = f"it has no column {column} (it has {', '.join(table.column_names)})"
+            faults.append(_data_fault("missing-column", path, why, f"Add the column: {wanted}"))
+            continue
+        wrong = [index for index, value in enumerate(table.column(column).to_pylist()) if not is_right(value)]
+        if wrong:
+            why = f"in {len(wrong)} of {table.num_rows} rows {column} is not {wanted}, first in row {wrong[0]}"
+            faults.append(_data_fault("bad-column", path, why, "Mend these rows or take them out"))
+    return faults
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_message(message) for message in value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and _is_text(value.get("role")) and isinstance(value.get("content"), str | list)
+
+
+def _has_ground_truth(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("ground_truth") is not None
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("data_source", "text that names where the row is from", _is_text),
+    ("prompt", "a list of messages, each with role and content", _is_messages),
+    ("reward_model", "a struct with the field ground_truth", _has_ground_truth),
+)
+
+
+def _model_fault(code: str, given: object, why: str, fix: str) -> Finding:
+    return Finding("error", code, "--model", str(given), why, fix)
+
+
+def _data_fault(code: str, given: object, why: str, fix: str) -> Finding:
+    return Finding("error", code, "--data", str(given), why, fix)
