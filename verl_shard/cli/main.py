@@ -27,6 +27,9 @@ app = typer.Typer(
 quickstart.add_to(app)
 bench.add_to(app)
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as a shell reports it; typer returns it."""
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -57,10 +60,10 @@ def run(argv: Sequence[str]) -> int:
         # What was typed wrong; typer shows it with the command's usage.
         error.show() if hasattr(error, "show") else err.print(f"error: {error}")
         return error.exit_code
-    except (typer.Abort, KeyboardInterrupt):
+    except typer.Abort:
+        result = INTERRUPTED
+    if result == INTERRUPTED:
         err.print("Stopped.")
-        # As a shell reports a program that Ctrl-C ended.
-        return 130
     return result if isinstance(result, int) else 0
 
 

@@ -71,7 +71,10 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path, identity: Mapping[str, Any]) -> RunFolder:
-        """Opens the folder of a run to go on with it. Raises ConfigError if it is another run's or no run's."""
+        """Opens the folder of a run to go on with it. Raises ConfigError if it is another run's or no run's.
+
+        identity: what is said of the run now; what is not said is as the run has it.
+        """
         if not (path / "run.json").is_file():
             raise config_error(
                 "nothing-to-resume",
@@ -83,11 +86,11 @@ class RunFolder:
         check_writable_folder(path, "--out")
         run = cls(path)
         then = run.info["identity"]
-        differing = [key for key in {**then, **identity} if then.get(key) != identity.get(key)]
+        differing = [key for key, value in identity.items() if then.get(key) != value]
         if differing:
             raise ConfigError(
                 Finding(
-                    "error", "another-run", f"--{key}", str(identity.get(key)),
+                    "error", "another-run", f"--{key}", str(identity[key]),
                     f"the run in {path} has {then.get(key)}",
                     f"Give --{key} as that run has it, or start a run in another folder",
                 )
