@@ -118,7 +118,7 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("error", "code", "text"),
         [
-            (config_error("a", "--gpus", 0, "0 is less than 1", "Leave it out"), 2, "error: --gpus = 0: 0 is less than 1. Leave it out.\n"),
+            (config_error("a", "--n", 0, "less than 1", "Leave it out"), 2, "error: --n = 0: less than 1. Leave it out.\n"),
             (
                 ConfigError(
                     [*config_error("a", "x", "[red]", "bad", "").findings, *config_error("b", "y", None, "bad", "").findings]
@@ -126,7 +126,7 @@ class TestCommandLine:
                 2,
                 "error: x = [red]: bad.\nerror: y: bad.\n",
             ),
-            (RunError("verl ended with exit code 1: [Errno 2] no file"), 1, "error: verl ended with exit code 1: [Errno 2] no file\n"),
+            (RunError("verl ended: [Errno 2] no file"), 1, "error: verl ended: [Errno 2] no file\n"),
             (KeyboardInterrupt(), 130, "Stopped.\n"),
         ],
         ids=["config", "two findings", "run", "interrupt"],

@@ -21,7 +21,9 @@ def main() -> int:
         data = json.dumps(request).encode()
         socket.send_fds(connection, [len(data).to_bytes(8, "big")], [0, 1, 2])
         connection.sendall(data)
-        child = int(connection.recv(32).decode())
+        # A line for each answer: a short program's end may be there with its id.
+        answers = connection.makefile("rb")
+        child = int(answers.readline())
     except (OSError, ValueError):
         # No server, or one that ended before it answered.
         connection.close()
@@ -34,13 +36,15 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
     # The server answers with the program's wait status, and hangs up if it goes before it.
-    answer = connection.recv(32)
+    answer = answers.readline()
     if not answer:
         return 1
-    status = int(answer.decode())
+    status = int(answer)
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
-        os.kill(os.getpid(), os.WTERMSIG(status))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     return os.waitstatus_to_exitcode(status)
 
 

@@ -173,7 +173,7 @@ class _Server:
             os.close(fd)
         program.pid = pid
         with contextlib.suppress(OSError):
-            connection.sendall(str(pid).encode())
+            connection.sendall(b"%d\n" % pid)
         return None
 
     def _reap(self) -> None:
@@ -187,7 +187,7 @@ class _Server:
             for connection, program in list(self.programs.items()):
                 if program.pid == pid:
                     with contextlib.suppress(OSError):
-                        connection.sendall(str(status).encode())
+                        connection.sendall(b"%d\n" % status)
                     self._forget(connection)
 
     def _forget(self, connection: socket.socket) -> None:
@@ -209,12 +209,13 @@ def _run(request: dict[str, Any]) -> None:
     argv: list[str] = request["argv"]
     while argv[0].startswith("-") and argv[0] != "-m":
         argv = argv[1:]
+    # As an interpreter does: imports are looked for first in the working directory, or in the program's folder.
     if argv[0] == "-m":
         sys.argv = [argv[1], *argv[2:]]
+        sys.path[0] = os.getcwd()
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv
-        # As an interpreter does: the program's folder is where its imports are looked for first.
         sys.path[0] = os.path.dirname(argv[0])
         runpy.run_path(argv[0], run_name="__main__")
 
