@@ -68,3 +68,14 @@ def test_outside_a_run_there_are_no_events(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "gone"))
     record_event("launch")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_process_that_launches_a_run_writes_into_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "other").mkdir()
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "other"))
+    record_event("launch", folder=tmp_path / "mine", number=1)
+    assert [line["number"] for line in read_json_lines(tmp_path / "mine" / "events.jsonl")] == [1]
+    assert list((tmp_path / "other").iterdir()) == []

@@ -41,9 +41,9 @@ def notice(code: str, where: str, given: object, why: str, used: str) -> Finding
     return finding
 
 
-def record_event(kind: str, **fields: object) -> None:
-    """Appends a line to the run's events.jsonl; nothing to do outside a run."""
-    folder = run_dir()
+def record_event(kind: str, *, folder: Path | None = None, **fields: object) -> None:
+    """Appends a line to the events.jsonl of the run in `folder`, by default this process's; nothing to do outside a run."""
+    folder = folder or run_dir()
     if folder is not None and folder.is_dir():
         line = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "kind": kind, **fields}
         append_json_line(folder / "events.jsonl", line)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_shard.common.errors import config_error
+from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.common.notices import record_event
 from verl_shard.common.tables import err, out
 from verl_shard.common.units import format_seconds
@@ -21,7 +23,7 @@ from verl_shard.quickstart.options import QuickstartOptions
 from verl_shard.quickstart.watch import watching
 from verl_shard.verl_plugin.fork_server import ForkServer, can_fork, fork_server
 from verl_shard.verl_plugin.launch import environment, run_verl
-from verl_shard.verl_plugin.overrides import to_overrides
+from verl_shard.verl_plugin.overrides import RunSettings, to_overrides
 
 RUNS = Path("runs")
 NAME = "quickstart"
@@ -33,44 +35,51 @@ def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
     run, options = open_run(given)
     device = prepare.choose_device(options.gpus)
     env = environment(cpu=device.cpu, threads=max(1, (os.cpu_count() or 2) // 2))
+    new = run is None
     if run is None:
         prepare.check_inputs(options)
-        folder = options.out or next_folder()
-        run = RunFolder.start(folder, options.identity(), options.settings())
-    err.print(f"Run folder: {run.path}")
-
+        run = RunFolder.start(options.out or next_folder(), options.identity(), options.settings())
     with ExitStack() as stack:
         # It imports verl while data, model and warm-up are made.
         server = stack.enter_context(fork_server(env)) if device.cpu and can_fork() else None
-        train(run, options, device, env, server, extra)
+        try:
+            files, settings = make_ready(run, options, device)
+        except ConfigError:
+            if new:
+                shutil.rmtree(run.path)
+            raise
+        if not run.info["ready"]:
+            if options.model is None:
+                prepare.teach(settings.model, files, options.seed)
+            run.update(ready=True, files=[str(files.train), str(files.val)], model=str(settings.model))
+        train(run, settings, env, server, extra)
     finish(run, options, time.monotonic() - began)
     return run.path
 
 
-def train(
-    run: RunFolder,
-    options: QuickstartOptions,
-    device: prepare.Device,
-    env: Mapping[str, str],
-    server: ForkServer | None,
-    extra: Sequence[str],
-) -> None:
-    """Prepares what is not there yet and runs verl's trainer to its end."""
+def make_ready(run: RunFolder, options: QuickstartOptions, device: prepare.Device) -> tuple[DataFiles, RunSettings]:
+    """Data, model, device maps and settings. Raises ConfigError for what does not go together, before anything long."""
     done = max(whole_checkpoints(run.path / "checkpoints"), default=0)
     if done >= options.steps:
         fix = f"Give --steps {done + 1} or more to train on"
         raise config_error("nothing-left", "--steps", options.steps, f"the run in {run.path} has {done} steps", fix)
+    err.print(f"Run folder: {run.path}")
     if run.info["ready"]:
         files, model = DataFiles(*map(Path, run.info["files"])), run.info["model"]
-        model = model if options.model is not None else Path(model)
     else:
-        files, model, _ = prepare.make_inputs(options, run)
-        run.update(ready=True, files=[str(files.train), str(files.val)], model=str(model))
-
+        files, model = prepare.make_inputs(options, run)
+    settings = prepare.settings_for(options, run, files, model, device)
     maps = prepare.lay_out(options, run, model, device)
     out.print(maps["actor"].report(out.width), end="", soft_wrap=True, markup=False)
+    return files, settings
+
+
+def train(
+    run: RunFolder, settings: RunSettings, env: Mapping[str, str], server: ForkServer | None, extra: Sequence[str]
+) -> None:
+    """Runs verl's trainer from the last whole checkpoint, or from the beginning, to its end."""
     launch = run.new_launch()
-    overrides = to_overrides(prepare.settings_for(options, run, files, model, device, launch), extra)
+    overrides = to_overrides(replace(settings, resume_from=launch.checkpoint), extra)
     (run.path / "overrides.txt").write_text("\n".join(overrides) + "\n", encoding="utf-8")
     # Hydra writes what it composed into the launch's folder.
     overrides += [
@@ -82,7 +91,7 @@ def train(
         err.print(f"Going on after step {launch.after_step}")
 
     err.print("Starting verl (its output: " + str(launch.log_file) + ")")
-    with watching(options.steps, launch.after_step) as watch:
+    with watching(settings.steps, launch.after_step) as watch:
 
         def on_record(record: dict[str, Any]) -> None:
             # verl logs the validation before the first step as the step it begins after.
@@ -107,7 +116,7 @@ def finish(run: RunFolder, options: QuickstartOptions, seconds: float) -> None:
     out.print(report.summary_table(records))
     out.print(f"Picture: {picture}")
     out.print(f"{report.sentence(records)} It took {format_seconds(seconds)}.")
-    record_event("finished", seconds=seconds)
+    record_event("finished", folder=run.path, seconds=seconds)
 
 
 def open_run(given: Mapping[str, Any]) -> tuple[RunFolder | None, QuickstartOptions]:

@@ -72,7 +72,7 @@ def run_verl(
     if server is not None:
         interpreter = f"+ray_kwargs.ray_init.runtime_env.py_executable='{server.interpreter}'"
         command = [*server.command, *command[1:], interpreter]
-    record_event("launch", number=launch.number, after_step=launch.after_step)
+    record_event("launch", folder=run.path, number=launch.number, after_step=launch.after_step)
     with launch.log_file.open("wb") as log, _started(command, log, env) as process:
         seen, stepped = 0, False
         while True:
@@ -82,7 +82,7 @@ def run_verl(
             for record in records[seen:]:
                 if "timing_s/step" in record["data"] and not stepped:
                     stepped = True
-                    record_event("first-step", number=launch.number, step=record["step"])
+                    record_event("first-step", folder=run.path, number=launch.number, step=record["step"])
                 on_record(record)
             seen = len(records)
             on_look()
@@ -90,7 +90,7 @@ def run_verl(
                 break
             time.sleep(LOOK_S)
         code = process.returncode
-    record_event("launch-ended", number=launch.number, code=code)
+    record_event("launch-ended", folder=run.path, number=launch.number, code=code)
     if code != 0:
         raise RunError(explain_end(launch, run, code))
 
