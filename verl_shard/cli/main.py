@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        result = app(list(argv), standalone_mode=False)
+        result = app(list(argv), prog_name="verl-shard", standalone_mode=False)
     except ShardError as error:
         show(error)
         return error.exit_code

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from verl_shard.common.errors import ConfigError, Finding, config_error
 from verl_shard.common.seeds import derive_seed
 from verl_shard.common.tables import err
 from verl_shard.common.units import format_seconds
-from verl_shard.config.run_folder import Launch, RunFolder
+from verl_shard.config.run_folder import RunFolder
 from verl_shard.mapping.build import build_device_map
 from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.planning.plan_file import write_plan
@@ -63,22 +65,27 @@ def choose_device(gpus: int | None) -> Device:
 def check_inputs(options: QuickstartOptions) -> None:
     """Raises ConfigError with all that is wrong with the model, the data and the reward. Makes nothing."""
     faults: list[Finding] = []
-    for check in (
-        lambda: check_tasks(options.task),
-        lambda: checks.check_model(options.model) if options.model is not None else None,
-        lambda: checks.check_data([*options.data, *options.val_data]) if options.data else None,
-        lambda: check_reward(options.reward) if options.reward is not None else None,
-    ):
+    if options.data and options.model is None:
+        why = "the small model knows only the reasoning-gym tasks"
+        faults.append(Finding("error", "no-model", "--data", str(options.data[0]), why, "Give --model with --data"))
+    calls: list[Callable[[], None]] = [lambda: check_tasks(options.task)]
+    if options.model is not None:
+        calls.append(partial(checks.check_model, options.model))
+    if options.data:
+        calls.append(partial(checks.check_data, [*options.data, *options.val_data]))
+    if options.reward is not None:
+        calls.append(partial(check_reward, options.reward))
+    for call in calls:
         try:
-            check()
+            call()
         except ConfigError as error:
             faults += error.findings
     if faults:
         raise ConfigError(faults)
 
 
-def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, Path | str, float | None]:
-    """Data, model, and the validation reward after the warm-up; what is not given is made in the run folder."""
+def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, Path | str]:
+    """Data and model; what is not given is made in the run folder, the model without its warm-up."""
     if options.data:
         files = own_data(options, run.path / "data")
     else:
@@ -91,23 +98,15 @@ def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, 
             **({"tasks": options.task} if options.task else {}),
         )
     if options.model is not None:
-        return files, options.model, None
+        folder = Path(options.model).expanduser()
+        return files, folder.resolve() if folder.is_dir() else options.model
     from verl_shard.quickstart.model import make_model
 
-    model = make_model(run.path / "model", files, seed=options.seed)
-    if options.data:
-        raise config_error(
-            "no-model",
-            "--model",
-            None,
-            "the small model knows only the reasoning-gym tasks",
-            "Give --model with --data",
-        )
-    return files, model, teach(model, files, options.seed)
+    return files, make_model(run.path / "model", files, seed=options.seed).resolve()
 
 
-def teach(model: Path, files: DataFiles, seed: int) -> float:
-    """The supervised warm-up, with a progress bar; returns the validation reward that it reached."""
+def teach(model: Path | str, files: DataFiles, seed: int) -> None:
+    """The supervised warm-up of the small model, with a progress bar."""
     from rich.progress import BarColumn, Progress, TextColumn
 
     from verl_shard.quickstart.warmup import warm_up
@@ -117,17 +116,17 @@ def teach(model: Path, files: DataFiles, seed: int) -> float:
         BarColumn(bar_width=20),
         TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]}"),
     )
+    err.print("Teaching the small model the form of an answer")
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         bar = progress.add_task("", total=None, loss="")
         result = warm_up(
-            model, files, seed=seed,
+            Path(model), files, seed=seed,
             progress=lambda step, total, loss: progress.update(bar, completed=step, total=total, loss=f"{loss:.3f}"),
         )  # fmt: skip
     err.print(
         f"Warm-up on worked answers: {result.steps} steps, {format_seconds(result.seconds)}, "
         f"validation reward {result.val_reward:.3f}"
     )
-    return result.val_reward
 
 
 def own_data(options: QuickstartOptions, folder: Path) -> DataFiles:
@@ -174,9 +173,9 @@ def lay_out(options: QuickstartOptions, run: RunFolder, model: Path | str, devic
 
 
 def settings_for(
-    options: QuickstartOptions, run: RunFolder, files: DataFiles, model: Path | str, device: Device, launch: Launch
+    options: QuickstartOptions, run: RunFolder, files: DataFiles, model: Path | str, device: Device
 ) -> RunSettings:
-    """verl's settings. Raises ConfigError when batch and lengths do not go with data and model."""
+    """verl's settings for a run from its beginning. Raises ConfigError when batch and lengths do not go with data and model."""
     defaults = DEFAULTS | (OWN_MODEL if options.model is not None else {})
 
     def chosen(name: str) -> Any:
@@ -192,13 +191,17 @@ def settings_for(
         default_response=TASK_RESPONSE if options.model is None else OWN_RESPONSE,
         batch_size=batch,
     )
-    micro = options.micro_batch_size or min(defaults["micro_batch_size"], batch * n)
+    micro = options.micro_batch_size or math.gcd(defaults["micro_batch_size"], batch * n)
+    reward = options.reward or (None if options.data else REWARD)
+    if options.reward is not None:
+        path, _, name = options.reward.rpartition(":")
+        reward = f"{Path(path).resolve()}:{name}"
     return RunSettings(
         algorithm=options.algorithm,
-        model=model if isinstance(model, str) else model.resolve(),
+        model=model,
         train_files=(files.train.resolve(),),
         val_files=(files.val.resolve(),),
-        reward=options.reward or (None if options.data else REWARD),
+        reward=reward,
         plan=(run.path / "plan.yaml").resolve(),
         checkpoints=(run.path / "checkpoints").resolve(),
         steps=options.steps,
@@ -215,7 +218,6 @@ def settings_for(
         test_freq=chosen("save_freq"),
         save_freq=chosen("save_freq"),
         cpu=device.cpu,
-        resume_from=launch.checkpoint,
         gradient_checkpointing=options.gradient_checkpointing,
         attn_implementation=options.attn_implementation,
     )

@@ -47,7 +47,7 @@ def resolve_precision(precision: str | None, *, forward_only: bool, device: str)
     return "bf16" if forward_only else "bf16-mixed"
 
 
-def _on_host_without_its_gpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+def _on_host_without_its_gpu(storage: Any, location: str) -> Any:
     """Where torch.load puts what was saved on a GPU that this process does not have: a run may go on with fewer GPUs."""
     gpu = location.removeprefix("cuda:")
     away = location.startswith("cuda:") and gpu.isdecimal() and int(gpu) >= torch.cuda.device_count()

@@ -1,0 +1,134 @@
+"""What somebody may get wrong: one message that says what was given, what is wrong and what to do; exit code 2; nothing made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_shard.cli.main import run
+from verl_shard.config.run_folder import RunFolder
+from verl_shard.quickstart.options import QuickstartOptions
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, so that what a command leaves behind shows."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a command that must fail with exit code 2, its line breaks taken out."""
+    before = sorted(Path.cwd().rglob("*"))
+    assert run(["quickstart", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    assert sorted(Path.cwd().rglob("*")) == before, "it left something behind"
+    return " ".join(printed.err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--algorithm", "ppoo"], ["--algorithm = ppoo", "Use one of ppo, grpo"]),
+        (["--task", "chain_summ"], ["--task = chain_summ", "no such task", "chain_sum"]),
+        (["--gpus", "0"], ["--gpus = 0", "Leave out --gpus to run on the CPU"]),
+        (["--gpus", "-1"], ["--gpus = -1", "less than 1"]),
+        (["--steps", "0"], ["--steps = 0", "Give 1 or more"]),
+        (["--seed", "-3"], ["--seed = -3", "negative"]),
+        (["--lr", "-1"], ["--lr = -1.0"]),
+        (["--model", "./nowhere"], ["./nowhere", "there is no such folder"]),
+        (["--data", "none.parquet", "--model", "./nowhere"], ["none.parquet", "./nowhere"]),
+        (["--reward", "x.py:f"], ["--reward", "--data is not given"]),
+        (["--resume"], ["--resume", "there is no runs/quickstart-N here"]),
+        (["--resume", "--out", "gone"], ["gone", "there is no run.json in it"]),
+        (["--no-such-flag"], ["No such option"]),
+        (["--steps", "many"], ["--steps", "valid integer"]),
+    ],
+)
+def test_a_wrong_value(capsys: pytest.CaptureFixture[str], arguments: list[str], said: list[str]) -> None:
+    message = fails(capsys, *arguments)
+    for text in said:
+        assert text in message
+
+
+def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    there = torch.cuda.device_count()
+    assert f"torch sees {there} GPU" in fails(capsys, "--gpus", str(there + 1))
+
+
+def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    message = fails(capsys, "--algorithm", "x", "--steps", "0", "--seed", "-1")
+    assert message.count("error:") == 3
+
+
+def test_an_empty_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model").mkdir()
+    assert "the folder is empty" in fails(
+        capsys, "--model", "./model", "--data", str(parquet(Path("d.parquet"), [GOOD]))
+    )
+
+
+def test_a_model_without_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    Path("model/model.safetensors").touch()
+    message = fails(capsys, "--model", "./model", "--data", str(parquet(Path("d.parquet"), [GOOD])))
+    assert "tokenizer" in message
+
+
+GOOD: dict[str, Any] = {
+    "data_source": "mine",
+    "prompt": [{"role": "user", "content": "1 + 1?"}],
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+}
+
+
+@pytest.mark.parametrize("column", ["prompt", "reward_model", "data_source"])
+def test_a_parquet_without_a_needed_column(capsys: pytest.CaptureFixture[str], column: str) -> None:
+    row = {name: value for name, value in GOOD.items() if name != column}
+    message = fails(capsys, "--data", str(parquet(Path("d.parquet"), [row])))
+    assert "d.parquet" in message
+    assert column in message
+
+
+def test_data_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Give --model with --data" in fails(capsys, "--data", str(parquet(Path("d.parquet"), [GOOD] * 40)))
+
+
+def test_a_run_folder_of_another_run(capsys: pytest.CaptureFixture[str]) -> None:
+    options = QuickstartOptions(seed=1)
+    RunFolder.start(Path("mine"), options.identity(), options.settings())
+    assert "it is the folder of another run. Add --resume" in fails(capsys, "--out", "mine")
+    assert "the run in mine has 1" in fails(capsys, "--out", "mine", "--resume", "--seed", "2")
+
+
+def test_a_folder_that_is_not_a_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("photos").mkdir()
+    Path("photos/cat.png").touch()
+    assert "it is not empty and no run's folder" in fails(capsys, "--out", "photos")
+
+
+def test_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
+    assert "file is a file, not a folder" in fails(capsys, "--out", "file/run")
+
+
+@pytest.mark.parametrize("arguments", [["quickstrat"], ["bench", "stat"], ["bench", "start", "--steps", "1"]])
+def test_an_unknown_verb_or_number(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert run(arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
