@@ -86,7 +86,7 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
             if item.name in _UNUSED and getattr(self, item.name) != default:
                 fault("unused-key", item.name, getattr(self, item.name), "the device_map engine does not read it",
                       _UNUSED[item.name][0].upper() + _UNUSED[item.name][1:])  # fmt: skip
-        if getattr(self.qat, "enable", False):
+        if self.qat.get("enable"):
             fault("unused-key", "qat.enable", True, "the device_map engine has no quantisation-aware training",
                   "Set it to false")  # fmt: skip
         return faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 from verl_shard.common.errors import ConfigError, Finding
 
 ALGORITHMS = ("ppo", "grpo")
+
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:-]*")
+"""Text that needs no quotes in Hydra's grammar, and is no number there."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,7 @@ def _hydra_value(value: object) -> str:
     if isinstance(value, list):
         return "[" + ",".join(_hydra_value(item) for item in value) + "]"
     text = str(value)
-    if isinstance(value, int | float) or all(char.isalnum() or char in "_-./:" for char in text):
+    plain = _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "inf", "nan")
+    if isinstance(value, int | float) or plain:
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
