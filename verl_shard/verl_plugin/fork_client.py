@@ -41,10 +41,10 @@ def main() -> int:
         return 1
     status = int(answer)
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        death = os.WTERMSIG(status)
+        if death != signal.SIGKILL:
+            signal.signal(death, signal.SIG_DFL)
+        os.kill(os.getpid(), death)
     return os.waitstatus_to_exitcode(status)
 
 
