@@ -34,7 +34,8 @@ def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
     began = time.monotonic()
     run, options = open_run(given)
     device = prepare.choose_device(options.gpus)
-    env = environment(cpu=device.cpu, threads=max(1, (os.cpu_count() or 2) // 2))
+    # The processes of a run compute in turn, so each may have all cores.
+    env = environment(cpu=device.cpu, threads=os.cpu_count() or 1)
     new = run is None
     if run is None:
         prepare.check_inputs(options)

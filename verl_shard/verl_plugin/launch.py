@@ -32,6 +32,10 @@ def environment(*, cpu: bool, threads: int) -> dict[str, str]:
     env[LAUNCH_MARK] = uuid.uuid4().hex
     # Ray changes neither the number of threads nor, below, which GPUs a worker sees.
     env["OMP_NUM_THREADS"] = str(threads)
+    # TransferQueue asks for eight, and warns several times a step when there are fewer.
+    env.setdefault("TQ_NUM_THREADS", str(min(8, os.cpu_count() or 1)))
+    # Ray gives its workers the lowest priority but four: beside anything else that runs they would starve.
+    env.setdefault("RAY_worker_niceness", "0")
     env["RAY_DEDUP_LOGS"] = "0"
     env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     env["HYDRA_FULL_ERROR"] = "1"

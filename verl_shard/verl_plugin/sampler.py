@@ -16,7 +16,7 @@ from verl_shard.common.errors import config_error
 from verl_shard.verl_plugin import hooks
 from verl_shard.verl_plugin.failures import PARTITION, too_many
 
-SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.01, 1.0
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.03, 1.0
 
 
 class _PromptSampling:
