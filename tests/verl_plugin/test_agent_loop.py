@@ -23,7 +23,6 @@ def test_what_is_wrapped_has_the_arguments_that_verl_passes() -> None:
     assert list(inspect.signature(verls._compute_score).parameters)[:3] == ["self", "outputs", "kwargs"]
     first, second, *_ = inspect.signature(verls._run_agent_loop).parameters
     assert (first, second) == ("self", "sampling_params")
-    source = inspect.getsource(verls)
-    # A rollout is one call of each prompt and session; what it is reported under are these two.
-    assert 'kwargs["uid"], kwargs["session_id"]' in source
-    assert "session_id=i" in source
+    # What a failure is reported under: these two are among the arguments of every rollout.
+    assert 'kwargs["uid"], kwargs["session_id"]' in inspect.getsource(verls._agent_loop_postprocess)
+    assert "session_id=i" in inspect.getsource(verls._run_prompt)

@@ -13,7 +13,7 @@ import verl
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -166,7 +166,15 @@ def test_the_path_of_a_reward_may_have_a_colon(settings: Callable[..., RunSettin
     assert "reward.custom_reward_function.name=score" in overrides
 
 
-@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1))
+TEXT = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]) | st.sampled_from("\\'\"[]{}=,: $0")
+
+
+@given(st.text(TEXT, min_size=1).filter(lambda text: "${" not in text))
+@example("null")
+@example("-5")
+@example("1e5")
+@example("\\")
+@example("a\\'b\\\\")
 def test_any_text_goes_through_hydras_grammar(text: str) -> None:
     (override,) = OverridesParser.create().parse_overrides([f"a.b={_hydra_value([Path('x'), text])}"])
     found = override.value()

@@ -14,7 +14,11 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from verl_shard.common.errors import ConfigError, RunError
 from verl_shard.verl_plugin.failures import PARTITION
-from verl_shard.verl_plugin.sampler import make_sampler
+from verl_shard.verl_plugin.sampler import (
+    LONGEST_WAIT_S,
+    SHORTEST_WAIT_S,
+    make_sampler,
+)
 
 Tags = dict[str, dict[str, Any]]
 
@@ -132,18 +136,18 @@ def test_it_waits_briefly_until_enough_are_there(
     sampler = _make(Trainer())
     batch, _ = sampler.sample(1, "train", 1)
     assert batch.keys == ["a_0_0"]
-    assert waits[:3] == [0.01, 0.01, 0.01]
+    assert waits[:3] == [SHORTEST_WAIT_S] * 3
     assert waits == sorted(waits)
-    assert max(waits) == 1.0
-    # A twentieth of what was waited: over the doubling from 5 s to 10 s, each look is 5 % later.
-    assert all(wait <= max(0.01, 0.0501 * sum(waits[:index])) for index, wait in enumerate(waits))
+    assert max(waits) == LONGEST_WAIT_S == 1.0
+    # Each wait is at most a twentieth of what was waited before it.
+    assert all(wait <= max(SHORTEST_WAIT_S, 0.0501 * sum(waits[:index])) for index, wait in enumerate(waits))
     assert len(waits) < 200
     # The next step's wait begins anew.
     fake.partitions["train"] = {"b": prompt("running")}
     waits.clear()
-    now[0] = 159.98
+    now[0] = 159.99
     sampler.sample(1, "train", 1)
-    assert waits[0] == 0.01
+    assert waits[0] == SHORTEST_WAIT_S <= 0.05
 
 
 FAILED: Tags = {

@@ -172,4 +172,6 @@ def _hydra_value(value: object) -> str:
     plain = _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "inf", "nan")
     if isinstance(value, int | float) or plain:
         return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # Between quotes a backslash is itself, but for those before a quote.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+    return f"'{escaped}'"
