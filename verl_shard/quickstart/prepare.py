@@ -25,7 +25,7 @@ from verl_shard.quickstart.lengths import OWN_RESPONSE, choose_lengths
 from verl_shard.quickstart.options import QuickstartOptions
 from verl_shard.verl_plugin.overrides import RunSettings
 
-N_TRAIN, N_VAL = 4096, 256
+N_TRAIN, N_VAL = 8192, 256
 TASK_RESPONSE = 24
 HELD_OUT = 0.1
 """Share of the user's rows that validates when no validation data is given, and at most this many rows."""
@@ -33,8 +33,10 @@ MOST_HELD_OUT = 256
 
 # Found on the default tasks over several seeds; a user's own model gets the rates that are usual for full-size models.
 DEFAULTS: dict[str, Any] = {
-    "batch_size": 32, "n": 4, "micro_batch_size": 128, "lr": 3e-4, "critic_lr": 1e-3, "kl_coef": 0.001, "save_freq": 25,
+    "batch_size": 8, "n": 2, "micro_batch_size": 16, "lr": 1e-4, "critic_lr": 1e-3, "kl_coef": 0.001, "save_freq": 25,
 }  # fmt: skip
+# A group of two says little of which response was better.
+GRPO = {"batch_size": 4, "n": 4}
 OWN_MODEL = {"lr": 1e-6, "critic_lr": 1e-5, "micro_batch_size": 8}
 REWARD = "pkg://verl_shard.quickstart.reward:compute_score"
 
@@ -116,7 +118,9 @@ def teach(model: Path | str, files: DataFiles, seed: int) -> None:
         BarColumn(bar_width=20),
         TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]}"),
     )
-    err.print("Teaching the small model the form of an answer")
+    err.print(
+        "Teaching the small model on worked answers; a share of them lacks the answer's tags, which RL then has to learn"
+    )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         bar = progress.add_task("", total=None, loss="")
         result = warm_up(
@@ -176,7 +180,9 @@ def settings_for(
     options: QuickstartOptions, run: RunFolder, files: DataFiles, model: Path | str, device: Device
 ) -> RunSettings:
     """verl's settings for a run from its beginning. Raises ConfigError when batch and lengths do not go with data and model."""
-    defaults = DEFAULTS | (OWN_MODEL if options.model is not None else {})
+    defaults = (
+        DEFAULTS | (GRPO if options.algorithm == "grpo" else {}) | (OWN_MODEL if options.model is not None else {})
+    )
 
     def chosen(name: str) -> Any:
         given = getattr(options, name)

@@ -32,10 +32,12 @@ NAME = "quickstart"
 def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
     """Runs it. given: the options that were set; extra: more overrides for verl. Returns the run folder."""
     began = time.monotonic()
+    # Read when torch is imported. Threads that spin while they wait take the core from the one they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     run, options = open_run(given)
     device = prepare.choose_device(options.gpus)
     # The processes of a run compute in turn, so each may have all cores.
-    env = environment(cpu=device.cpu, threads=os.cpu_count() or 1)
+    env = environment(cpu=device.cpu, threads=int(os.environ.get("VSX_T", os.cpu_count() or 1)))
     new = run is None
     if run is None:
         prepare.check_inputs(options)

@@ -147,12 +147,16 @@ class DeviceMapEngine(FSDPEngine):
         verl's own version has all on one device. The logits are the largest tensor of the pass (tokens x vocabulary), the
         labels the smallest, so it is the labels that travel.
         """
-        micro_batch = micro_batch.to(input_device(self.module))
+        # A TensorDict's move costs milliseconds for each sample, also to where it is: so it is moved only between devices.
+        here = input_device(self.module)
+        if get_device_name() != "cpu":
+            micro_batch = micro_batch.to(here)
         model_inputs, output_args = self.prepare_model_inputs(micro_batch=micro_batch)
         with self.autocast():
             output = self.module(**model_inputs, use_cache=False)
             where = hooks.output_device(output)
-            micro_batch = micro_batch.to(where)
+            if where != here:
+                micro_batch = micro_batch.to(where)
             output_args = {
                 name: value.to(where) if isinstance(value, torch.Tensor) else value
                 for name, value in output_args.items()
