@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from verl_shard.common.errors import ConfigError, Finding
 from verl_shard.verl_plugin.overrides import ALGORITHMS
 
-DEFAULT_STEPS = 120
+DEFAULT_STEPS = 80
 
 
 @dataclass(frozen=True)
