@@ -43,7 +43,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("arguments", "said"),
     [
         (["--algorithm", "ppoo"], ["--algorithm = ppoo", "Use one of ppo, grpo"]),
-        (["--task", "chain_summ"], ["--task = chain_summ", "no such task", "chain_sum"]),
+        (["--task", "chain_summ"], ["--task = chain_summ", "no such task", "Use one of gcd"]),
         (["--gpus", "0"], ["--gpus = 0", "Leave out --gpus to run on the CPU"]),
         (["--gpus", "-1"], ["--gpus = -1", "less than 1"]),
         (["--steps", "0"], ["--steps = 0", "Give 1 or more"]),
