@@ -176,7 +176,9 @@ def verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_program(text: str) -> None:
         (tmp_path / "verl.py").write_text(text)
         python = tmp_path / "python"
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/verl.py "$@"\n')
+        python.write_text(
+            f'#!/bin/sh\n[ "$1" = -S ] && exec {sys.executable} "$@"\nexec {sys.executable} {tmp_path}/verl.py "$@"\n'
+        )
         python.chmod(0o755)
         monkeypatch.setattr(module.sys, "executable", str(python))
 
@@ -265,3 +267,23 @@ def test_ctrl_c_while_all_is_being_ended_is_not_heard() -> None:
     with module._no_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
+def test_a_launch_whose_parent_is_killed_ends_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "verl.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(120)")
+    text = (
+        "import os, sys, time\n"
+        "from verl_shard.verl_plugin.launch import _started, environment\n"
+        "with _started([sys.executable, sys.argv[1]], None, environment(cpu=True, threads=1)):\n"
+        "    time.sleep(120)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", text, str(tmp_path / "verl.py")], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    with parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        # The pipe ends with the last process that holds it.
+        began = time.monotonic()
+        assert parent.stdout.read() == b""
+        assert time.monotonic() - began < 60, pid

@@ -20,7 +20,11 @@ from verl_shard.common.errors import RunError
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.notices import RUN_DIR_VARIABLE, record_event
 from verl_shard.config.run_folder import Launch, RunFolder
-from verl_shard.verl_plugin.fork_server import LAUNCH_MARK, ForkServer, die_with_parent
+from verl_shard.verl_plugin.fork_server import LAUNCH_MARK, ForkServer
+
+# A parent that is killed cannot end verl, so the kernel does it; Ray follows its driver. The program asks for that
+# itself and then becomes verl: Python code between fork and exec (preexec_fn) may hang where the parent has threads.
+_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
 LOOK_S = 0.2
 GRACE_S = 15.0
@@ -102,10 +106,10 @@ def run_verl(
 @contextmanager
 def _started(command: Sequence[str], log: Any, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     # Its own session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
+    if sys.platform == "linux":
+        command = [sys.executable, "-S", "-c", _WITH_PARENT, *command]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True,
-        # A parent that is killed cannot end it; then it ends by itself, and Ray's processes follow their driver.
-        preexec_fn=die_with_parent,
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
     )  # fmt: skip
     try:
         yield process
