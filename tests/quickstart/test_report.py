@@ -43,8 +43,11 @@ def test_first_and_last_are_means_over_ten_steps() -> None:
     assert set(rows) == {"reward", "response length (tokens)", "tokens/s"}
 
 
-def test_a_short_run_has_the_mean_of_all_its_steps() -> None:
-    assert _rows([_step(1, 0.25), _step(2, 0.75)])["reward"] == ["0.500", "0.500"]
+def test_a_short_run_is_compared_half_with_half() -> None:
+    assert _rows([_step(1, 0.25), _step(2, 0.75)])["reward"] == ["0.250", "0.750"]
+    assert _rows([_step(1, 0.25)])["reward"] == ["0.250", "0.250"]
+    three = [_step(1, 0.25), _step(2, 0.5), _step(3, 0.75)]
+    assert _rows(three)["reward"] == ["0.250", "0.750"]
 
 
 def test_either_kl_is_shown() -> None:
@@ -77,7 +80,7 @@ def test_the_sentence_says_which_way_it_went(before: float, after: float, text: 
 def test_without_two_validations_the_sentence_says_so() -> None:
     assert (
         sentence([_val(0, 0.5), _step(1, 0.1)])
-        == "1 steps ran; the validation reward was measured fewer than two times."
+        == "1 step ran; the validation reward was measured fewer than two times."
     )
     assert sentence([]).startswith("0 steps ran;")
 

@@ -23,6 +23,8 @@ def validations(records: Sequence[Record]) -> list[tuple[int, float]]:
 def summary_table(records: Sequence[Record]) -> Table:
     """First, best and last of what is watched in a run; "first" and "last" are means over up to ten steps."""
     steps = [record for record in records if is_step(record)]
+    # In a short run the two must not be the same steps.
+    window = max(1, min(WINDOW, len(steps) // 2))
     rows = []
     for name, keys, digits in (
         ("reward", (REWARD,), 3),
@@ -33,7 +35,7 @@ def summary_table(records: Sequence[Record]) -> Table:
     ):
         numbers = [number for record in steps if (number := value(record, *keys)) is not None]
         if numbers:
-            first, last = numbers[:WINDOW], numbers[-WINDOW:]
+            first, last = numbers[:window], numbers[-window:]
             means = (sum(first) / len(first), sum(last) / len(last))
             rows.append((name, *(f"{mean:.{digits}f}" for mean in means)))
     scores = validations(records)
@@ -42,17 +44,22 @@ def summary_table(records: Sequence[Record]) -> Table:
     return table(f"{len(steps)} steps", ("", "first", "last"), rows)
 
 
+def _count(steps: int) -> str:
+    return f"{steps} step{'' if steps == 1 else 's'}"
+
+
 def sentence(records: Sequence[Record]) -> str:
     """The run in one sentence: the validation reward before and after."""
     scores, steps = validations(records), sum(map(is_step, records))
     if len(scores) < 2:
-        return f"{steps} steps ran; the validation reward was measured fewer than two times."
+        return f"{_count(steps)} ran; the validation reward was measured fewer than two times."
     (first_step, before), (last_step, after) = scores[0], scores[-1]
     change = after - before
     verb = "raised" if change > 0 else "lowered" if change < 0 else "left"
     if change == 0:
-        return f"{last_step - first_step} steps of RL left the validation reward at {before:.3f}."
-    return f"{last_step - first_step} steps of RL {verb} the validation reward from {before:.3f} to {after:.3f} ({change:+.3f})."
+        return f"{_count(last_step - first_step)} of RL left the validation reward at {before:.3f}."
+    ran = _count(last_step - first_step)
+    return f"{ran} of RL {verb} the validation reward from {before:.3f} to {after:.3f} ({change:+.3f})."
 
 
 def draw(records: Sequence[Record], path: Path, title: str) -> None:

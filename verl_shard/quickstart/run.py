@@ -118,7 +118,7 @@ def finish(run: RunFolder, options: QuickstartOptions, seconds: float) -> None:
     )
     out.print(report.summary_table(records))
     out.print(f"Picture: {picture}")
-    out.print(f"{report.sentence(records)} It took {format_seconds(seconds)}.")
+    out.print(f"{report.sentence(records)} It took {format_seconds(seconds)}.", soft_wrap=True)
     record_event("finished", folder=run.path, seconds=seconds)
 
 
