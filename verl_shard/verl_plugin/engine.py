@@ -72,6 +72,7 @@ class DeviceMapEngine(FSDPEngine):
                 f"{world} processes would each train their own copy: this engine does not average gradients over processes",
                 "Set trainer.n_gpus_per_node=1 trainer.nnodes=1: the one process uses all GPUs it sees",
             )  # fmt: skip
+        hooks.log_probs_in_chunks()
         super().initialize()
         ENGINES[self.engine_config.role] = self
 

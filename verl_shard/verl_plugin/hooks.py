@@ -25,6 +25,7 @@ _NEEDED = {
 }
 _NEEDED_LATER = {
     "verl.workers.engine.base": ("EngineRegistry",),
+    "verl.utils.torch_functional": ("logprobs_from_logits_v2",),
     "verl.workers.engine.fsdp.transformer_impl": ("FSDPEngine", "FSDPEngineWithLMHead", "FSDPEngineWithValueHead"),
     "verl.trainer.ppo.v1.replay_buffer": ("ReplayBuffer", "ReplayBufferAsync"),
     "verl.trainer.ppo.v1.agent_loop_tq": ("AgentLoopManagerTQ", "AgentLoopWorkerTQ"),
@@ -163,6 +164,37 @@ def patch_fused_kernels(module: Any, model_config: Any) -> None:
         use_fused_kernels=True,
         fused_kernels_backend=options.get("impl_backend", None),
     )
+
+
+CHUNK = 2**24
+"""Logits that are worked on at once: 64 MiB in fp32."""
+
+
+def log_probs_of_labels(logits: Any, labels: Any) -> Any:
+    """log_softmax(logits)[labels], in chunks of rows. logits: (..., vocabulary); labels: (...); returns (...).
+
+    In place of verl's `logprobs_from_logits_v2`, which it uses where flash-attn is not installed and which goes through the
+    tokens one by one to save memory: half of a small model's forward and backward. A chunk keeps both. As there, fp32 takes the
+    difference to logsumexp, which saves no second copy of the logits for the backward, and other dtypes log_softmax.
+    """
+    import torch
+
+    flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1, 1)
+    rows = max(1, CHUNK // flat.shape[-1])
+    pieces = []
+    for piece, label in zip(flat.split(rows), wanted.split(rows), strict=True):
+        if piece.dtype in (torch.float32, torch.float64):
+            pieces.append(piece.gather(-1, label).squeeze(-1) - torch.logsumexp(piece, dim=-1))
+        else:
+            pieces.append(torch.log_softmax(piece, dim=-1).gather(-1, label).squeeze(-1))
+    return torch.cat(pieces).view(labels.shape)
+
+
+def log_probs_in_chunks() -> None:
+    """Has verl's engines in this process use `log_probs_of_labels`; with flash-attn they use its kernel as before."""
+    from verl.utils import torch_functional
+
+    torch_functional.logprobs_from_logits_v2 = log_probs_of_labels
 
 
 def output_device(output: Any) -> Any:

@@ -1,0 +1,42 @@
+"""Log-probabilities of labels, against verl's own row-by-row function and torch's log_softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl_shard.verl_plugin import hooks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (3, 5)])
+@pytest.mark.parametrize("chunk", [1, 40, 2**24])
+def test_values_and_gradients_are_verls(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...], chunk: int
+) -> None:
+    from verl.utils import torch_functional
+
+    monkeypatch.setattr(hooks, "CHUNK", chunk)
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(*shape, 11, generator=generator)).to(dtype)
+    labels = torch.randint(0, 11, shape, generator=generator)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    got = hooks.log_probs_of_labels(ours, labels)
+    # verl's function loops over the first dimension; torch's own is the truth for both.
+    want = torch_functional.logprobs_from_logits_naive(theirs, labels)
+    assert got.shape == shape
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    assert torch.allclose(got.float(), want.float(), atol=tolerance)
+    got.float().sum().backward()
+    want.float().sum().backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert torch.allclose(ours.grad.float(), theirs.grad.float(), atol=tolerance)
+
+
+def test_engines_of_the_process_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.utils import torch_functional
+
+    monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", None)
+    hooks.log_probs_in_chunks()
+    assert torch_functional.logprobs_from_logits_v2 is hooks.log_probs_of_labels
