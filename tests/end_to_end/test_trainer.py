@@ -118,7 +118,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     assert sorted(resumed) == [1, 2, 3, 4]
     for step in (3, 4):
         for name in COMPARED:
-            assert resumed[step][name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-6), (step, name)
+            # The policy loss is a mean of whitened advantages, that is zero but for the rounding of numbers around 1.
+            assert resumed[step][name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-5), (step, name)
 
 
 def test_a_failing_reward_stops_the_run_with_its_own_message(run: Run, tmp_path: Path) -> None:
