@@ -23,10 +23,10 @@ from verl_shard.quickstart.check_names import check_reward, check_tasks
 from verl_shard.quickstart.data import DataFiles, write_data
 from verl_shard.quickstart.lengths import OWN_RESPONSE, choose_lengths
 from verl_shard.quickstart.options import QuickstartOptions
+from verl_shard.quickstart.warmup import MAX_RESPONSE_LENGTH
 from verl_shard.verl_plugin.overrides import RunSettings
 
 N_TRAIN, N_VAL = 8192, 256
-TASK_RESPONSE = 24
 HELD_OUT = 0.1
 """Share of the user's rows that validates when no validation data is given, and at most this many rows."""
 MOST_HELD_OUT = 256
@@ -194,7 +194,7 @@ def settings_for(
         model,
         max_prompt_length=options.max_prompt_length,
         max_response_length=options.max_response_length,
-        default_response=TASK_RESPONSE if options.model is None else OWN_RESPONSE,
+        default_response=MAX_RESPONSE_LENGTH if options.model is None else OWN_RESPONSE,
         batch_size=batch,
     )
     micro = options.micro_batch_size or math.gcd(defaults["micro_batch_size"], batch * n)
