@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,7 +83,9 @@ def small_config() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def zoo() -> dict[str, dict[str, Any]]:
     """26 published models by name: the fields of their configurations and their published parameter counts."""
-    return {entry["name"]: entry for entry in json.loads((DATA / "zoo.json").read_text())}
+    from verl_shard.bench.maps import zoo as read
+
+    return {entry["name"]: entry for entry in read()}
 
 
 @pytest.fixture

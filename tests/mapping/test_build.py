@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from verl_shard import build_device_map, check_device_map
+from verl_shard.bench.maps import zoo
 from verl_shard.common.errors import ConfigError, DoesNotFitError
 from verl_shard.common.notices import ShardNotice
 from verl_shard.mapping.device_map import DeviceMap
@@ -24,7 +23,7 @@ from verl_shard.models.meta import build_on_meta
 from verl_shard.models.read import read_spec
 from verl_shard.models.spec import ModelSpec, device_of
 
-_ZOO = json.loads((Path(__file__).parents[1] / "data" / "zoo.json").read_text())
+_ZOO = zoo()
 
 
 def _sound(spec: ModelSpec, device_map: DeviceMap) -> None:

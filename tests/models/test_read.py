@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ import torch
 import transformers
 from torch import nn
 
+from verl_shard.bench.maps import zoo
 from verl_shard.common.errors import ConfigError
 from verl_shard.models.meta import auto_class, build_on_meta, config_for
 from verl_shard.models.read import read_spec, spec_of_module
 from verl_shard.models.spec import ModelSpec
 
-_ZOO = json.loads((Path(__file__).parents[1] / "data" / "zoo.json").read_text())
+_ZOO = zoo()
 _TASKS = {"AutoModelForCausalLM": "causal-lm", "AutoModelForSequenceClassification": "reward"}
 
 

@@ -22,9 +22,23 @@ def start(
     bench_start(given, out)
 
 
+def maps(
+    out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
+    other_transformers: Annotated[
+        str | None, typer.Option(help='A second transformers whose "auto" to ask, such as 5.24.0; it is downloaded.')
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Six models only, and fewer turns.")] = False,
+) -> None:
+    """How even device maps are and how long they take, ours beside accelerate's and transformers' own."""
+    from verl_shard.bench.maps import bench_maps
+
+    bench_maps(quick=quick, other_transformers=other_transformers, result=out)
+
+
 def add_to(app: typer.Typer) -> None:
     """Adds the verb and its measurements."""
     bench = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
     bench.command("start")(start)
+    bench.command("maps")(maps)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import typer
 
 from verl_shard._version import __version__
-from verl_shard.cli import bench, quickstart
+from verl_shard.cli import bench, device_map, quickstart
 from verl_shard.common.errors import ConfigError, ShardError
 from verl_shard.common.tables import err
 
@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 quickstart.add_to(app)
+device_map.add_to(app)
 bench.add_to(app)
 
 INTERRUPTED = 130

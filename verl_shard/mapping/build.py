@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_shard.common.errors import DoesNotFitError, config_error
+from verl_shard.common.errors import config_error
 from verl_shard.common.notices import notice
 from verl_shard.common.units import format_bytes
-from verl_shard.mapping.device_map import DeviceMap, Stage
+from verl_shard.mapping.costs import Cost, check_dtype, inference_cost, read_pass, training_cost
+from verl_shard.mapping.device_map import DeviceMap, Stage, shortened
 from verl_shard.mapping.devices import DeviceId, choose_devices, device_label, parse_caps
-from verl_shard.mapping.partition import Run, nearest_misfit, partition
-from verl_shard.models.read import read_spec
-from verl_shard.models.spec import Block, ModelSpec
-
-PURPOSES = ("inference", "training")
+from verl_shard.mapping.misfit import does_not_fit
+from verl_shard.mapping.partition import Run, partition
+from verl_shard.models.meta import positions_of
+from verl_shard.models.read import read_model
+from verl_shard.models.spec import ModelSpec
 
 
 def build_device_map(
@@ -35,6 +34,7 @@ def build_device_map(
     task: str | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    **pass_fields: Any,
 ) -> DeviceMap:
     """Which module goes on which GPU, such that the fullest GPU holds as few bytes as any contiguous split allows.
 
@@ -48,64 +48,73 @@ def build_device_map(
     n_gpus: how many GPUs to plan for, by default those that torch sees here. A number given here is taken as it is,
         also on a machine that has fewer: a map is often made on another machine than the one that runs it.
         `load_sharded` compares the map with the machine.
-    purpose: "inference" counts weights and buffers. "training" (the peak with gradients, optimizer and activations) is
-        not built yet and is refused.
-    devices: the GPUs to use in this order, for example [2, 5], instead of 0..n_gpus-1; ["cpu"] alone is the CPU.
+    purpose: "inference" counts weights and buffers, and the KV cache too when batch_size and seq_len are given.
+        "training" counts the peak of a training step in the steady state: weights, gradients, optimizer, activations,
+        logits and loss where the head is, and the optimizer's own step. A map that is even in weights is not even in
+        that: the head's GPU pays for the logits.
+    devices: the GPUs to use in this order, for example [2, 5], instead of 0..n_gpus-1; "process" for the share of this
+        process under accelerate launch or torchrun; ["cpu"] alone is the CPU.
     max_memory: the bytes that each GPU may hold, {0: "80GiB", 1: "24GiB"}; no limit for those left out. Never a reason
         to offload: what does not fit raises DoesNotFitError with the arithmetic.
     no_split_module_classes: class names of blocks, besides those that a transformers model declares.
     task: of an id, folder or configuration, what to build: "causal-lm", "reward", "process-reward" or "value"; by
         default what its architecture says.
-    dtype: what weights are counted as; bfloat16 by default, and of a module what it has.
+    dtype: what weights are counted as; bfloat16 by default, and of a module what it has. For training `precision`
+        says it.
+    pass_fields: what runs, see PassSpec: batch_size, seq_len, and for training precision, optimizer,
+        gradient_checkpointing, attn_implementation, logits_to_keep, loss, in_flight. Training without them is one
+        sequence of 2048 tokens, or of as many as the model has positions.
 
-    Of several best maps it takes one that leaves no GPU empty, then the most even one (the smallest sum of squared
-    bytes), then the one whose first GPUs hold less. GPUs that there is nothing left for are not in the map, which is
-    said in a notice.
+    Of several best maps it takes one that leaves no GPU empty; for training then one whose slowest GPU has least to
+    compute; then the most even one (the smallest sum of squared bytes), then the one whose first GPUs hold less. GPUs
+    that there is nothing left for are not in the map, which is said in a notice.
 
     Raises ConfigError for what cannot be meant, and DoesNotFitError.
     """
-    _check_purpose(purpose)
+    wanted = read_pass(purpose, pass_fields, None)
+    check_dtype(purpose, dtype, wanted)
     chosen = choose_devices(n_gpus, devices)
     caps = parse_caps(max_memory, chosen)
-    spec = read_spec(
-        model,
-        task=task,
-        dtype=dtype,
-        no_split_module_classes=no_split_module_classes,
-        trust_remote_code=trust_remote_code,
-    )
+    module: nn.Module | None = None
+    if isinstance(model, ModelSpec):
+        spec = model
+    else:
+        spec, module = read_model(
+            model,
+            task=task,
+            dtype=wanted.weight_dtype if wanted is not None and purpose == "training" else dtype,
+            no_split_module_classes=no_split_module_classes,
+            trust_remote_code=trust_remote_code,
+        )
     if len(chosen) > 1 and not spec.n_blocks:
         why = f"no list of blocks was found in {spec.architecture}, so that there is nothing to cut between"
         fix = "Name the class of its blocks in no_split_module_classes, or map it to one device"
         raise config_error("no-blocks", "model", spec.name, why, fix)
-
     if spec.sizes_before_quantizing and (len(chosen) > 1 or max_memory):
-        why = "the sizes of quantized weights are known only once they are loaded"
+        why = "how its quantization packs weights is not known"
         notice("quantized-sizes", "model", spec.name, why, f"the sizes of {spec.dtype} weights")
 
-    total = list(accumulate((block.n_bytes for block in spec.blocks), initial=0))
-    alone = [block.stands_alone for block in spec.blocks]
-    runs = partition(len(spec.blocks), lambda i, j: total[j] - total[i], caps, stands_alone=alone)
-    if runs is None:
-        raise _does_not_fit(spec, total, alone, chosen, caps)
-    _say_empty(spec, runs, chosen, caps, sum(alone))
-    return _device_map(spec, runs, chosen, caps, purpose)
-
-
-def _check_purpose(purpose: str) -> None:
     if purpose == "training":
-        why = "maps balanced for the peak of training (gradients, optimizer, activations, logits) are not built yet"
-        fix = (
-            'Use purpose="inference", which balances weights: right for generating and scoring, and a map to train over'
-        )
-        raise config_error("not-built-yet", "purpose", purpose, why, fix + " whose fullest GPU is then the head's")
-    if purpose not in PURPOSES:
-        choices = " or ".join(f'"{name}"' for name in PURPOSES)
-        raise config_error("unknown-purpose", "purpose", purpose, "not a purpose", f"Use {choices}")
+        wanted = read_pass(purpose, pass_fields, positions_of(module))
+        assert wanted is not None, "training always has a pass"
+        cost = training_cost(spec, module, wanted)
+    else:
+        cost = inference_cost(spec, module, wanted)
+    alone = [block.stands_alone for block in spec.blocks]
+    runs = partition(len(spec.blocks), cost.of, caps, stands_alone=alone, then=cost.time)
+    if runs is None:
+        raise does_not_fit(spec, cost, alone, chosen, caps)
+    _say_empty(spec, runs, chosen, caps, sum(alone))
+    return _device_map(spec, runs, chosen, caps, purpose, cost)
 
 
 def _device_map(
-    spec: ModelSpec, runs: Sequence[Run], devices: Sequence[DeviceId], caps: Sequence[int | None], purpose: str
+    spec: ModelSpec,
+    runs: Sequence[Run],
+    devices: Sequence[DeviceId],
+    caps: Sequence[int | None],
+    purpose: str,
+    cost: Cost,
 ) -> DeviceMap:
     stages, where = [], {}
     for (first, end), device, cap in zip(runs, devices, caps, strict=True):
@@ -113,24 +122,20 @@ def _device_map(
             continue
         held = spec.blocks[first:end]
         where.update({name: device for block in held for name in (*block.names, *block.followers)})
-        weights, buffers = sum(block.weight_bytes for block in held), sum(block.buffer_bytes for block in held)
-        n_blocks = sum(block.kind == "block" for block in held) if spec.n_blocks else 0
-        stages.append(Stage(device, _shortened(held), n_blocks, weights, buffers, cap))
+        stages.append(
+            Stage(
+                device,
+                shortened(held),
+                n_blocks=sum(block.kind == "block" for block in held) if spec.n_blocks else 0,
+                weight_bytes=sum(block.weight_bytes for block in held),
+                buffer_bytes=sum(block.buffer_bytes for block in held),
+                cap=cap,
+                cache_bytes=sum(cost.cache[first:end]),
+                peak_bytes=int(cost.of(first, end)) if purpose == "training" else None,
+            )
+        )
     names = {"": stages[0].device} if len(stages) == 1 else {name: where[name] for name in spec.order}
-    return DeviceMap(names, tuple(stages), model=spec.name, dtype=spec.dtype, purpose=purpose)
-
-
-def _shortened(blocks: Sequence[Block]) -> tuple[str, ...]:
-    """Names in order, numbered ones that follow each other as a range."""
-    pieces: list[tuple[str, str, str]] = []
-    for name in (name for block in blocks for name in (*block.names, *block.followers)):
-        match = re.fullmatch(r"(.*\.)(\d+)", name)
-        stem, number = (match[1], match[2]) if match else (name or "all of it", "")
-        if number and pieces and pieces[-1][0] == stem and int(pieces[-1][2]) + 1 == int(number):
-            pieces[-1] = (stem, pieces[-1][1], number)
-        else:
-            pieces.append((stem, number, number))
-    return tuple(stem + (first if first == last else f"{first}-{last}") for stem, first, last in pieces)
+    return DeviceMap(names, tuple(stages), model=spec.name, dtype=spec.dtype, purpose=purpose, counts=cost.what)
 
 
 def _say_empty(
@@ -149,27 +154,3 @@ def _say_empty(
         )
         why = f"within max_memory ({limits}) the best map has nothing for {', '.join(map(device_label, left))}"
     notice("gpus-left-empty", "n_gpus", len(devices), why, ", ".join(map(device_label, used)))
-
-
-def _does_not_fit(
-    spec: ModelSpec, total: list[int], alone: list[bool], devices: Sequence[DeviceId], caps: Sequence[int | None]
-) -> DoesNotFitError:
-    excess, runs = nearest_misfit(len(spec.blocks), lambda i, j: total[j] - total[i], caps, stands_alone=alone)
-    have = " + ".join("no limit" if cap is None else format_bytes(cap) for cap in caps)
-    if all(cap is not None for cap in caps) and len(caps) > 1:
-        have += f" = {format_bytes(sum(cap for cap in caps if cap is not None))}"
-    lines = [
-        f"{spec.name} does not fit: {format_bytes(total[-1])} of weights and buffers ({spec.dtype}), "
-        f"and no split at block boundaries is within max_memory ({have}). The closest one:"
-    ]
-    for (first, end), device, cap in zip(runs, devices, caps, strict=True):
-        load = total[end] - total[first]
-        verdict = "no limit" if cap is None else f"limit {format_bytes(cap)}"
-        if cap is not None and load > cap:
-            verdict += f": {format_bytes(load - cap)} too much"
-        held = ", ".join(_shortened(spec.blocks[first:end])) or "nothing"
-        lines.append(f"  {device_label(device)}: {format_bytes(load)}, {verdict} ({held})")
-    lines.append(
-        f"It fits with {format_bytes(excess)} ({excess:.0f} bytes) more on each, with more GPUs, or in a smaller dtype."
-    )
-    return DoesNotFitError("\n".join(lines))

@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from verl_shard.common.errors import ConfigError, Finding, Level
+from verl_shard.common.units import format_bytes
 from verl_shard.mapping.devices import DeviceId, device_label, parse_device
-from verl_shard.models.read import read_spec
+from verl_shard.mapping.partition import partition
+from verl_shard.models.read import read_model
 from verl_shard.models.spec import ModelSpec, device_of
 
 _BUILD = "Use build_device_map"
+_UNEVEN = 1.1
+"""From how much over the fullest GPU of the best map a map is called uneven."""
 
 
 def check_device_map(
@@ -23,28 +29,45 @@ def check_device_map(
     device_map: Mapping[str, Any],
     *,
     trainable: bool = False,
+    n_gpus: int | None = None,
     task: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[Finding]:
     """Every fault of a device map; an empty list is a map that loads and runs.
 
-    Errors: something is not a device, modules without one, names that the model does not have, a key that lies inside
-    another key, a block that is cut in two, tied weights on different devices, and for a trainable model entries on
-    the CPU or on disk, which would not be trained. Warnings: such entries on a model that is only scored with, which is
-    slow, and a path through the model that comes back to a GPU it has left.
+    Errors: something is not a device, a GPU that does not exist, modules without a device, names that the model does
+    not have, a key that lies inside another key, a block that is cut in two, tied weights on different devices, and for
+    a trainable model entries on the CPU or on disk, which would not be trained. Warnings: such entries on a model that
+    is only scored with, which is slow; a path through the model that comes back to a GPU it has left; and a GPU that
+    holds more than a tenth more than it would in an even map. Each says what it costs, in bytes where it can.
 
+    n_gpus: how many GPUs there are; by default those that torch sees here, and on a machine without any nothing is said
+        of numbers.
     model, task, trust_remote_code: as for build_device_map; a model that cannot be read raises ConfigError.
     """
-    spec = read_spec(model, task=task, trust_remote_code=trust_remote_code)
+    spec, hidden = _read(model, task, trust_remote_code)
     findings, devices = _parsed(device_map)
+    findings += _not_there(devices, n_gpus)
     findings += _unknown(spec, devices)
     findings += _overlapping(devices)
     findings += _missing(spec, devices)
     findings += _cut_blocks(spec, devices)
     findings += _split_ties(spec, devices)
-    findings += _offloaded(devices, trainable)
-    findings += _back_and_forth(spec, devices)
+    findings += _offloaded(spec, devices, trainable)
+    findings += _back_and_forth(spec, devices, hidden)
+    if not any(finding.level == "error" for finding in findings):
+        findings += _uneven(spec, devices)
     return findings
+
+
+def _read(model: Any, task: str | None, trust_remote_code: bool) -> tuple[ModelSpec, int | None]:
+    """The spec, and the hidden size where the model says it."""
+    if isinstance(model, ModelSpec):
+        return model, None
+    spec, module = read_model(model, task=task, trust_remote_code=trust_remote_code)
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if isinstance(config, PretrainedConfig) else None
+    return spec, getattr(text, "hidden_size", None)
 
 
 def _finding(code: str, given: object, why: str, fix: str, level: Level = "error") -> Finding:
@@ -60,6 +83,18 @@ def _parsed(device_map: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Dev
         except ConfigError as error:
             findings.extend(error.findings)
     return findings, devices
+
+
+def _not_there(devices: Mapping[str, DeviceId], n_gpus: int | None) -> Iterator[Finding]:
+    count = torch.cuda.device_count() if n_gpus is None else n_gpus
+    if n_gpus is None and count == 0:
+        return
+    gone = sorted({device for device in devices.values() if isinstance(device, int) and device >= count})
+    if gone:
+        there = f"{count} GPUs" if count != 1 else "1 GPU"
+        known = "0" if count == 1 else f"0 to {count - 1}"
+        why = f"there {'is' if count == 1 else 'are'} {there}, numbered {known}; loading would end in an invalid device ordinal"
+        yield _finding("no-such-gpu", ", ".join(map(str, gone)), why, f"Use numbers up to {count - 1}. {_BUILD}")
 
 
 def _unknown(spec: ModelSpec, devices: Mapping[str, DeviceId]) -> Iterator[Finding]:
@@ -92,7 +127,8 @@ def _missing(spec: ModelSpec, devices: Mapping[str, DeviceId]) -> Iterator[Findi
     without = {tensor.name for tensor in spec.tensors if _device(devices, tensor.name) is None}
     if missing := list(dict.fromkeys(spec.piece_of(name) for name in without)):
         missing.sort(key=spec.order.index)
-        why = "the map gives no device for part of the model"
+        size = sum(t.n_bytes for t in spec.tensors if t.name in without and not t.is_alias)
+        why = f"the map gives no device for {format_bytes(size)} of the model, which loading needs or fails for"
         yield _finding("missing-modules", _some(missing), why, f"Add {'it' if len(missing) == 1 else 'them'}. {_BUILD}")
 
 
@@ -121,24 +157,29 @@ def _split_ties(spec: ModelSpec, devices: Mapping[str, DeviceId]) -> Iterator[Fi
     for tie in spec.ties:
         on = {device for name in tie if (device := _device(devices, name)) is not None}
         if len(on) > 1:
-            why = f"they are one tensor, and the map puts it on {_labels(on)}"
+            size = next(t.n_bytes for t in spec.tensors if t.name == tie[0])
+            why = (
+                f"they are one tensor, and the map puts it on {_labels(on)}: {format_bytes(size)} twice, trained apart"
+            )
             yield _finding("tie-split", " = ".join(tie), why, "Put all on one device")
 
 
-def _offloaded(devices: Mapping[str, DeviceId], trainable: bool) -> Iterator[Finding]:
+def _offloaded(spec: ModelSpec, devices: Mapping[str, DeviceId], trainable: bool) -> Iterator[Finding]:
     entries = [name or "the whole model" for name, device in devices.items() if isinstance(device, str)]
     all_on_cpu = set(devices.values()) == {"cpu"}
     if not entries or all_on_cpu:
         return
+    held = [t for t in spec.tensors if not t.is_alias and isinstance(_device(devices, t.name), str)]
+    size = format_bytes(sum(tensor.n_bytes for tensor in held))
     if trainable:
         why = "a module on disk, or on the CPU beside GPUs, is offloaded, and training changes none of its weights"
         yield _finding("offloaded-and-trained", _some(entries), why, "Put it on a GPU")
     else:
-        why = "a module on disk, or on the CPU beside GPUs, is offloaded: its weights travel in every pass"
+        why = f"a module on disk, or on the CPU beside GPUs, is offloaded: {size} of weights travel in every pass"
         yield _finding("offloaded", _some(entries), why, "Put it on a GPU if one has room", "warning")
 
 
-def _back_and_forth(spec: ModelSpec, devices: Mapping[str, DeviceId]) -> Iterator[Finding]:
+def _back_and_forth(spec: ModelSpec, devices: Mapping[str, DeviceId], hidden: int | None) -> Iterator[Finding]:
     path: list[DeviceId] = []
     for block in spec.blocks:
         device = _device(devices, block.names[0])
@@ -146,9 +187,26 @@ def _back_and_forth(spec: ModelSpec, devices: Mapping[str, DeviceId]) -> Iterato
             path.append(device)
     if len(path) > len(set(path)):
         n_needed = len(set(path)) - 1
-        why = f"a pass changes devices {len(path) - 1} times, where {n_needed} would do; each waits for a copy"
+        copied = f" of {format_bytes(1024 * 2 * hidden)} for 1,024 tokens in bf16" if hidden else ""
+        why = f"a pass changes devices {len(path) - 1} times, where {n_needed} would do; each waits for a copy{copied}"
         shown = " > ".join(map(str, path[:8])) + (" ..." if len(path) > 8 else "")
         yield _finding("back-and-forth", shown, why, _BUILD, "warning")
+
+
+def _uneven(spec: ModelSpec, devices: Mapping[str, DeviceId]) -> Iterator[Finding]:
+    gpus = list(dict.fromkeys(device for device in devices.values() if isinstance(device, int)))
+    if len(gpus) < 2 or not spec.n_blocks or len(gpus) < len(set(devices.values())):
+        return
+    loads = spec.loads(devices)
+    fullest = max(gpus, key=lambda gpu: loads[gpu])
+    total = list(accumulate((block.n_bytes for block in spec.blocks), initial=0))
+    alone = [block.stands_alone for block in spec.blocks]
+    runs = partition(len(spec.blocks), lambda i, j: total[j] - total[i], [None] * len(gpus), stands_alone=alone)
+    assert runs is not None, "without limits there is always a split"
+    best = max(total[j] - total[i] for i, j in runs)
+    if loads[fullest] > _UNEVEN * best:
+        why = f"it holds {format_bytes(loads[fullest])} of weights and buffers, where {format_bytes(best)} would do"
+        yield _finding("uneven", device_label(fullest), why, _BUILD, "warning")
 
 
 def _device(devices: Mapping[str, DeviceId], name: str) -> DeviceId | None:

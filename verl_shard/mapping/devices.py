@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -42,6 +43,8 @@ def device_label(device: DeviceId) -> str:
 def choose_devices(n_gpus: int | None, devices: Iterable[object] | str | None) -> tuple[DeviceId, ...]:
     """The devices to map over: `devices` in their order, or the first `n_gpus`, or all GPUs that torch sees.
 
+    "process" is this process's share of them under torchrun or accelerate launch.
+
     Raises ConfigError with every fault: no GPU, a count below one, a device named twice, a mix of GPUs and the CPU,
     and a count and a list that contradict each other.
     """
@@ -60,10 +63,7 @@ def choose_devices(n_gpus: int | None, devices: Iterable[object] | str | None) -
             raise ConfigError(_fault("no-gpu", "n_gpus", None, "torch sees no GPU on this machine", fix))
         return tuple(range(visible))
     if devices == "process":
-        fix = "List this process's GPUs, such as devices=[2, 3]"
-        raise ConfigError(
-            [*faults, _fault("not-built-yet", "devices", devices, "a share for each process is not built yet", fix)]
-        )
+        return _share_of_process(n_gpus)
 
     listed = [devices] if isinstance(devices, str) else list(devices)
     chosen: list[DeviceId] = []
@@ -91,6 +91,35 @@ def choose_devices(n_gpus: int | None, devices: Iterable[object] | str | None) -
     if faults:
         raise ConfigError(faults)
     return tuple(chosen)
+
+
+def _share_of_process(n_gpus: int | None) -> tuple[DeviceId, ...]:
+    """The GPUs of this process: those of the machine in equal runs, by LOCAL_RANK and LOCAL_WORLD_SIZE.
+
+    Without a launcher it is one process, which has all. Raises ConfigError when there are fewer GPUs than processes,
+    and when they cannot be shared out evenly: the processes would not have the same map.
+    """
+    visible = torch.cuda.device_count() if n_gpus is None else n_gpus
+    where = 'devices="process"'
+    texts = {name: os.environ.get(name, default) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))}
+    if wrong := [f"{name}={text}" for name, text in texts.items() if not text.isdecimal()]:
+        fix = "Start with torchrun or accelerate launch, or unset both"
+        raise ConfigError(_fault("launcher-environment", where, ", ".join(wrong), "not a number", fix))
+    rank, processes = int(texts["LOCAL_RANK"]), int(texts["LOCAL_WORLD_SIZE"])
+    given = f"{visible} GPUs, {processes} processes, this is number {rank}"
+    if rank >= processes:
+        fix = "LOCAL_RANK counts from 0; start with torchrun or accelerate launch, which set both"
+        raise ConfigError(_fault("launcher-environment", where, given, "LOCAL_RANK is not below LOCAL_WORLD_SIZE", fix))
+    share, rest = divmod(visible, processes)
+    if share == 0:
+        why = "each process needs a GPU of its own" if visible else "torch sees no GPU on this machine"
+        raise ConfigError(_fault("gpus-per-process", where, given, why, f"Start {max(visible, 1)} or fewer processes"))
+    if rest:
+        fits = [n for n in range(1, visible + 1) if visible % n == 0]
+        why = f"{visible} is not a multiple of {processes}"
+        fix = f"Start {', '.join(map(str, fits))} processes, or hide {rest} with CUDA_VISIBLE_DEVICES"
+        raise ConfigError(_fault("gpus-per-process", where, given, why, fix))
+    return tuple(range(rank * share, (rank + 1) * share))
 
 
 def parse_caps(max_memory: Mapping[Any, int | str] | None, devices: tuple[DeviceId, ...]) -> tuple[int | None, ...]:

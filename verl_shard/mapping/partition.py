@@ -20,6 +20,7 @@ def partition(
     caps: Sequence[float | None],
     *,
     stands_alone: Sequence[bool] | None = None,
+    then: Callable[[int, int], float] | None = None,
 ) -> list[Run] | None:
     """One run for each of `caps`, in order, such that the largest cost is smallest; None if no split is within caps.
 
@@ -27,10 +28,12 @@ def partition(
     caps: the largest cost that each device takes; None is no limit.
     stands_alone: False for a piece that is not worth a device; a run of only such pieces is not used, unless there is
         nothing else.
+    then: a second cost, such as time, whose largest is made as small as the first allows.
 
-    Of the splits with the smallest largest cost it takes, in this order: one with the fewest empty devices; one with
-    the smallest sum of squared costs (the most even); the one whose first devices have the smaller costs. Devices that
-    no run is left for are the last ones. The same input always gives the same split.
+    Of the splits with the smallest largest cost it takes, in this order: one with the fewest empty devices; one whose
+    largest second cost is smallest; one with the smallest sum of squared costs (the most even); the one whose first
+    devices have the smaller costs. Devices that no run is left for are the last ones. The same input always gives the
+    same split.
     """
     alone = [True] * n_pieces if stands_alone is None or not any(stands_alone) else list(stands_alone)
     costs = _table(n_pieces, cost, alone)
@@ -38,7 +41,15 @@ def partition(
     best = _smallest_maximum(n_pieces, costs, limits, [0.0] * len(limits))
     if best == _NEVER:
         return None
-    return _most_even(n_pieces, costs, [min(limit, best) for limit in limits])
+    limits = [min(limit, best) for limit in limits]
+    if then is not None:
+        seconds = [[then(i, j) for j, _ in row] for i, row in enumerate(costs)]
+        largest = _smallest_second(n_pieces, costs, seconds, limits)
+        costs = [
+            [run for run, second in zip(row, others, strict=True) if second <= largest]
+            for row, others in zip(costs, seconds, strict=True)
+        ]
+    return _most_even(n_pieces, costs, limits)
 
 
 def nearest_misfit(
@@ -86,6 +97,24 @@ def _smallest_maximum(
             here[i] = lowest
         after = here
     return after[0]
+
+
+def _smallest_second(
+    n_pieces: int, costs: list[list[tuple[int, float]]], seconds: list[list[float]], limits: list[float]
+) -> float:
+    """The smallest largest second cost of the splits within `limits` that have the fewest empty devices."""
+    never = (len(limits) + 1, _NEVER)
+    after: list[tuple[int, float]] = [never] * n_pieces + [(0, -_NEVER)]
+    for limit in reversed(limits):
+        here = [(empty + 1, largest) for empty, largest in after]
+        for i in range(n_pieces):
+            lowest = here[i]
+            for (j, c), second in zip(costs[i], seconds[i], strict=True):
+                if c <= limit and after[j] != never:
+                    lowest = min(lowest, (after[j][0], max(after[j][1], second)))
+            here[i] = lowest
+        after = here
+    return after[0][1]
 
 
 def _most_even(n_pieces: int, costs: list[list[tuple[int, float]]], limits: list[float]) -> list[Run]:

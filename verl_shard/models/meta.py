@@ -68,6 +68,15 @@ def config_for(config: PretrainedConfig, task: Task) -> PretrainedConfig:
     return made
 
 
+def positions_of(module: nn.Module | None) -> int | None:
+    """How many positions a transformers model has, where it has a limit."""
+    config = getattr(module, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return None
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
 def auto_class(config: PretrainedConfig, task: Task) -> Any:
     """The transformers auto class that builds and loads `config` for `task`."""
     architecture = next(iter(getattr(config, "architectures", None) or ()), "")

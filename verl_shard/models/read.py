@@ -16,6 +16,7 @@ from verl_shard.models.chain import no_split_classes, parts_in_order
 from verl_shard.models.dtypes import dtype_name, parse_dtype
 from verl_shard.models.meta import Task, build_on_meta, config_for, parse_task, task_of
 from verl_shard.models.pieces import Group, find_ties, group_parts, hold_matrices, owners, part_of
+from verl_shard.models.quantized import quantized_sizes
 from verl_shard.models.source import read_config
 from verl_shard.models.spec import Block, ModelSpec, TensorSpec
 
@@ -31,21 +32,39 @@ def read_spec(
     no_split_module_classes: Collection[str] | None = None,
     trust_remote_code: bool = False,
 ) -> ModelSpec:
-    """What there is to place of `model`: a hub id, a folder, a configuration, or a module (on meta, or with weights,
-    or wrapped by PEFT, or of your own). Weights are never read from disk and never copied.
+    """What there is to place of `model`; as `read_model`, and a ModelSpec comes back as it is."""
+    if isinstance(model, ModelSpec):
+        return model
+    return read_model(
+        model,
+        task=task,
+        dtype=dtype,
+        no_split_module_classes=no_split_module_classes,
+        trust_remote_code=trust_remote_code,
+    )[0]
+
+
+def read_model(
+    model: str | os.PathLike[str] | PretrainedConfig | nn.Module,
+    *,
+    task: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    no_split_module_classes: Collection[str] | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[ModelSpec, nn.Module]:
+    """What there is to place of `model`, and a module of it: a hub id, a folder, a configuration, or a module (on
+    meta, or with weights, or wrapped by PEFT, or of your own). Weights are never read from disk and never copied.
 
     task: for an id, folder or configuration: what to build of it; by default what its architecture says.
     dtype: what floating-point weights are counted as. By default bfloat16, and of a module what it has.
     no_split_module_classes: names of block classes, besides those that a transformers model declares.
-    A ModelSpec comes back as it is.
+    The module is the one given, or one on meta.
     Raises ConfigError for a model that cannot be read, with what was given, what is wrong and what to do.
     """
     wanted = parse_task(task)
     counted_as = None if dtype is None else parse_dtype(dtype)
-    if isinstance(model, ModelSpec):
-        return model
     if isinstance(model, nn.Module):
-        return spec_of_module(model, dtype=counted_as, no_split_module_classes=no_split_module_classes)
+        return spec_of_module(model, dtype=counted_as, no_split_module_classes=no_split_module_classes), model
     if isinstance(model, str | os.PathLike):
         name, config = os.fspath(model), read_config(model, trust_remote_code=trust_remote_code)
     elif isinstance(model, PretrainedConfig):
@@ -61,7 +80,7 @@ def read_spec(
         dtype=counted_as or torch.bfloat16,
         no_split_module_classes=no_split_module_classes,
         trust_remote_code=trust_remote_code,
-    )[0]
+    )
 
 
 def spec_of_config(
@@ -82,7 +101,15 @@ def spec_of_config(
         dtype=dtype,
         no_split_module_classes=no_split_module_classes,
     )
-    return replace(spec, sizes_before_quantizing=bool(getattr(config, "quantization_config", None))), module
+    if not getattr(config, "quantization_config", None):
+        return spec, module
+    sizes = quantized_sizes(module, config)
+    if sizes is None:
+        return replace(spec, sizes_before_quantizing=True), module
+    tensors = [replace(tensor, n_bytes=sizes.get(tensor.name, tensor.n_bytes)) for tensor in spec.tensors]
+    groups: list[Group] = [(block.kind, block.names) for block in spec.blocks]
+    blocks = _blocks(groups, [block.followers for block in spec.blocks], tensors)
+    return replace(spec, tensors=tuple(tensors), blocks=blocks), module
 
 
 def spec_of_module(
@@ -140,7 +167,7 @@ def _tensors(
     dtype: torch.dtype | None,
 ) -> list[TensorSpec]:
     aliases = {name for tie in ties for name in tie[1:]}
-    kept = _kept_in_fp32(module, dtype)
+    kept = kept_in_fp32(module, dtype)
     listed = []
     for name, parameter in parameters.items():
         size = parameter.element_size()
@@ -158,7 +185,7 @@ def _tensors(
     return listed
 
 
-def _kept_in_fp32(module: nn.Module, dtype: torch.dtype | None) -> re.Pattern[str] | None:
+def kept_in_fp32(module: nn.Module, dtype: torch.dtype | None) -> re.Pattern[str] | None:
     """Parameters that from_pretrained leaves in fp32 whatever dtype is asked for."""
     names: set[str] = set()
     for child in module.modules():

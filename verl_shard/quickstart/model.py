@@ -1,4 +1,4 @@
-"""The quick start's model: a Llama of about 2.5 million parameters, as an ordinary Hugging Face folder."""
+"""The quick start's model: a Llama of about two million parameters, as an ordinary Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_model(out_dir: Path, data: DataFiles, *, seed: int) -> Path:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
-        intermediate_size=640,
+        intermediate_size=512,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from verl_shard.common.errors import MissingExtraError
+from verl_shard.common.pictures import ACCENT, SOFT, STRONG, new_figure, save_png
 from verl_shard.common.tables import table
 from verl_shard.quickstart.watch import KLS, LENGTH, REWARD, THROUGHPUT, Record, is_step, validation_reward, value
 
@@ -64,34 +64,23 @@ def sentence(records: Sequence[Record]) -> str:
 
 def draw(records: Sequence[Record], path: Path, title: str) -> None:
     """Reward, KL and response length over the steps, as a PNG. Raises MissingExtraError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("the picture", "plots", "matplotlib") from error
     steps = [record for record in records if is_step(record)]
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12)
+    figure = new_figure(12, 3.8, title)
     panels = (("reward", (REWARD,)), ("KL to the reference", KLS), ("response length (tokens)", (LENGTH,)))
     for axes, (label, keys) in zip(figure.subplots(1, 3), panels, strict=True):
         points = [(r["step"], number) for r in steps if (number := value(r, *keys)) is not None]
         xs, ys = [x for x, _ in points], [y for _, y in points]
-        axes.plot(xs, ys, color="#9db8d9", linewidth=1, label="each step")
+        axes.plot(xs, ys, color=SOFT, linewidth=1, label="each step")
         smooth = [
             sum(ys[max(0, i - WINDOW + 1) : i + 1]) / len(ys[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(ys))
         ]
-        axes.plot(xs, smooth, color="#1f4e8c", linewidth=2, label=f"mean of {WINDOW} steps")
+        axes.plot(xs, smooth, color=STRONG, linewidth=2, label=f"mean of {WINDOW} steps")
         if label == "reward" and (scores := validations(records)):
-            axes.plot(
-                *zip(*scores, strict=True), "o-", color="#d9730d", markersize=4, linewidth=1.5, label="validation"
-            )
+            axes.plot(*zip(*scores, strict=True), "o-", color=ACCENT, markersize=4, linewidth=1.5, label="validation")
         axes.set_title(label, fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if label == "reward":
             axes.legend(frameon=False, fontsize=8)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=130, format="png")
-    temporary.replace(path)
+    save_png(figure, path)

@@ -14,6 +14,10 @@ from verl_shard.verl_plugin.failures import FailureReporting
 class ShardAgentLoopWorker(FailureReporting, hooks.class_behind(AgentLoopWorkerTQ)):  # type: ignore[misc]
     """An agent loop worker whose failures are counted."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        hooks.make_agent_loops_directly()
+
 
 class ShardAgentLoopManager(AgentLoopManagerTQ):
     """verl's manager with such workers."""

@@ -24,6 +24,8 @@ class _PromptSampling:
 
     max_failures = 0
     _waiting_since: float | None = None
+    _last_wait_s: dict[str, float] | None = None
+    """By partition: validation takes longer than a step."""
 
     def _sync_metadata_from_transfer_queue(self) -> None:
         super()._sync_metadata_from_transfer_queue()  # type: ignore[misc]
@@ -31,13 +33,20 @@ class _PromptSampling:
             raise error
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
-        # A twentieth of what has been waited already: quick for quick steps, and no load on slow ones.
+        # Not before three quarters of what the last batch took, then after a twentieth of what has been waited already:
+        # quick for quick steps, and no load on slow ones, nor on what makes the samples.
         now = time.monotonic()
         self._waiting_since = self._waiting_since or now
-        self.poll_interval = min(max((now - self._waiting_since) / 20, SHORTEST_WAIT_S), LONGEST_WAIT_S)
+        waited = now - self._waiting_since
+        last = (self._last_wait_s or {}).get(partition_id, 0.0)
+        wait = max(0.75 * last - waited, waited / 20, SHORTEST_WAIT_S)
+        self.poll_interval = min(wait, LONGEST_WAIT_S)
         return float(super()._wait_for_next_poll(partition_id, last_debug_time))  # type: ignore[misc]
 
     def _select_prompt_uids(self, partition_id: str, sampleable_keys: set[str], batch_size: int) -> Any:
+        if self._waiting_since is not None:
+            waited = time.monotonic() - self._waiting_since
+            self._last_wait_s = {**(self._last_wait_s or {}), partition_id: waited}
         self._waiting_since = None
         steps: dict[str, int] = self.prompt_global_steps[partition_id]  # type: ignore[attr-defined]
         # Prompts are registered in the order of the data; `steps` keeps it, random ids do not.

@@ -15,7 +15,7 @@ from verl_shard.common.seeds import derive_seed
 from verl_shard.verl_plugin.rollout.adapter import generate_in_worker
 from verl_shard.verl_plugin.rollout.generate import Sampling
 
-GATHER_S = 0.03
+GATHER_S = 0.02
 """A batch starts once no request has come for so long: a step's requests come a few milliseconds apart."""
 
 

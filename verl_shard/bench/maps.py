@@ -1,0 +1,275 @@
+"""How even device maps are, and how long they take: ours, accelerate's, and transformers' "auto" of two versions."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_shard.bench.rivals import accelerate_map, answer, build
+from verl_shard.bench.start import machine
+from verl_shard.common.errors import DoesNotFitError, RunError
+from verl_shard.common.files import write_whole
+from verl_shard.common.tables import err, out, table
+
+SCHEMA = "verl_shard/bench-maps/1"
+GPUS = (2, 3, 4, 5, 6, 8)
+TIGHT = 1.1
+"""The tight limit of a GPU, over an even share of the model."""
+_MANY = 40_000
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Over all cells: the fullest GPU's bytes over the optimum's (median, 90th percentile, worst) where the whole model
+    is on GPUs; maps with an empty GPU; tight cells in which it left a part for the CPU, or raised, though a split fits."""
+
+    median: float
+    p90: float
+    worst: float
+    empty: int
+    spilled: int
+    feasible: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds from a configuration to a map of four GPUs, the fastest of several turns in one warm process."""
+
+    ours: float
+    accelerate: float
+
+
+def zoo() -> list[dict[str, Any]]:
+    """Configurations of published models, with their published numbers of parameters."""
+    text = (Path(__file__).with_name("data") / "zoo.json").read_text(encoding="utf-8")
+    models: list[dict[str, Any]] = json.loads(text)
+    return models
+
+
+def optimum(sizes: Sequence[int], n_gpus: int) -> int:
+    """The smallest largest sum of any contiguous split, by bisection and a greedy fill: not how ours is found."""
+
+    def fits(limit: int) -> bool:
+        used, room = 1, limit
+        for size in sizes:
+            if size > room:
+                used, room = used + 1, limit
+            room -= size
+        return used <= n_gpus
+
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+def bench_maps(*, quick: bool, other_transformers: str | None, result: Path | None) -> None:
+    """Runs all of it, prints the tables, and writes JSON when `result` is given."""
+    models = zoo()[:6] if quick else zoo()
+    err.print("Timing maps")
+    speeds = {entry["name"]: _speed(entry, turns=3 if quick else 7) for entry in models}
+    err.print("Making maps")
+    quality = _qualities(models, other_transformers)
+    more = _more_times()
+    out.print(_quality_table(quality))
+    out.print(_speed_table(speeds))
+    out.print(table("and", ("", "seconds"), [(name, f"{seconds:.2f}") for name, seconds in more.items()]))
+    if result is not None:
+        record = {
+            "schema": SCHEMA,
+            "machine": machine(),
+            "quality": {name: asdict(value) for name, value in quality.items()},
+            "seconds": {name: asdict(value) for name, value in speeds.items()},
+            "more_seconds": more,
+        }
+        write_whole(result, json.dumps(record, indent=2) + "\n")
+
+
+def _speed(entry: dict[str, Any], turns: int) -> Speed:
+    """Turn by turn, so that both meet the same machine."""
+    from transformers import AutoConfig
+
+    from verl_shard.mapping.build import build_device_map
+
+    auto, fields = entry["auto"], entry["kwargs"]
+    task = _task(entry)
+    times: dict[str, list[float]] = {"ours": [], "accelerate": []}
+    for _ in range(turns):
+        config = AutoConfig.for_model(entry["model_type"], **fields)
+        began = time.perf_counter()
+        build_device_map(config, 4, task=task)
+        times["ours"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        accelerate_map(build(entry["model_type"], auto, fields), 4, None)
+        times["accelerate"].append(time.perf_counter() - began)
+    return Speed(min(times["ours"]), min(times["accelerate"]))
+
+
+def _task(entry: dict[str, Any]) -> str:
+    if entry["auto"].endswith("ForCausalLM"):
+        return "causal-lm"
+    return "reward" if "Sequence" in entry["auto"] else "process-reward"
+
+
+def _qualities(models: Sequence[dict[str, Any]], other: str | None) -> dict[str, Quality]:
+    import transformers
+    from transformers import AutoConfig
+
+    from verl_shard.mapping.build import build_device_map
+    from verl_shard.models.read import read_spec
+
+    specs, cells = [], []
+    for entry in models:
+        config = AutoConfig.for_model(entry["model_type"], **entry["kwargs"])
+        spec = read_spec(config, task=_task(entry))
+        specs.append(spec)
+        wanted: list[tuple[int, int | None]] = []
+        for n in GPUS:
+            wanted += [(n, None), (n, int(TIGHT * spec.n_bytes / n))]
+        cells.append((entry["model_type"], entry["auto"], entry["kwargs"], wanted))
+
+    def ours(spec: Any, n: int, cap: int | None) -> Any:
+        try:
+            return dict(build_device_map(spec, n, max_memory=None if cap is None else dict.fromkeys(range(n), cap)))
+        except DoesNotFitError as error:
+            return str(error)
+
+    made: dict[str, list[list[Any]]] = {
+        "verl_shard": [[ours(spec, n, cap) for n, cap in cell[3]] for spec, cell in zip(specs, cells, strict=True)],
+        "accelerate": [
+            [_or_text(accelerate_map, model, n, cap) for n, cap in cell[3]]
+            for cell in cells
+            if (model := build(*cell[:3]))
+        ],
+        f'transformers {transformers.__version__} "auto"': answer(cells),
+    }
+    if other is not None:
+        made[f'transformers {other} "auto"'] = _answer_of(other, cells)
+    return {name: _judge(specs, cells, answers) for name, answers in made.items()}
+
+
+def _or_text(make: Callable[..., Any], *given: Any) -> Any:
+    try:
+        return make(*given)
+    except Exception as error:  # noqa: BLE001 - what a rival raises is its answer
+        return f"{type(error).__name__}: {error}"
+
+
+def _judge(specs: Sequence[Any], cells: Sequence[Any], answers: Sequence[Sequence[Any]]) -> Quality:
+    ratios: list[float] = []
+    empty = spilled = feasible = 0
+    for spec, cell, made in zip(specs, cells, answers, strict=True):
+        sizes = [block.n_bytes for block in spec.blocks]
+        useful = sum(block.stands_alone for block in spec.blocks)
+        for (n, cap), answered in zip(cell[3], made, strict=True):
+            best = optimum(sizes, n)
+            fits = cap is None or best <= cap
+            feasible += cap is not None and fits
+            loads = {} if isinstance(answered, str) else spec.loads(answered)
+            on_gpus = loads and not any(device in ("cpu", "disk") for device, held in loads.items() if held)
+            spilled += fits and cap is not None and not on_gpus
+            if cap is None and on_gpus:
+                ratios.append(max(loads.values()) / best)
+                empty += sum(1 for held in loads.values() if held) < min(n, useful)
+    ratios.sort()
+    p90 = ratios[int(0.9 * (len(ratios) - 1))]
+    return Quality(statistics.median(ratios), p90, ratios[-1], empty, spilled, feasible)
+
+
+def _answer_of(version: str, cells: Any) -> list[list[Any]]:
+    """The maps of another transformers, put into a folder of its own and asked in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="verl_shard_bench_") as folder:
+        err.print(f"Installing transformers {version} beside")
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--target",
+            folder,
+            "--no-deps",
+            f"transformers=={version}",
+        ]
+        if subprocess.run(pip).returncode:
+            raise RunError(f"transformers {version} could not be installed; leave --other-transformers out")
+        script = str(Path(__file__).with_name("rivals.py"))
+        done = subprocess.run(
+            [sys.executable, script],
+            input=json.dumps(cells),
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": folder, "PATH": "/usr/bin:/bin"},
+        )
+        if done.returncode:
+            raise RunError(f"transformers {version} made no maps: {done.stderr.strip().splitlines()[-1]}")
+        answers: list[list[Any]] = json.loads(done.stdout)
+        return answers
+
+
+def _more_times() -> dict[str, float]:
+    from transformers import AutoConfig
+
+    from verl_shard.mapping.build import build_device_map
+
+    model = _many_experts()
+    began = time.perf_counter()
+    build_device_map(model, 8)
+    times = {f"a map of a module with {_MANY:,} expert Linears": time.perf_counter() - began}
+    large = next(entry for entry in zoo() if entry["name"] == "llama-3.1-70b")
+    for checkpointing in (False, True):
+        config = AutoConfig.for_model(large["model_type"], **large["kwargs"])
+        began = time.perf_counter()
+        build_device_map(config, 8, purpose="training", gradient_checkpointing=checkpointing)
+        how = " with gradient checkpointing" if checkpointing else ""
+        times[f"a training map of a 70B model{how}, from its configuration"] = time.perf_counter() - began
+    return times
+
+
+def _many_experts() -> Any:
+    """A module of 40 blocks with 1,000 small Linears each, on meta."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(_MANY // 40))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = nn.Embedding(32_000, 64)
+            self.layers = nn.ModuleList(Block() for _ in range(40))
+            self.lm_head = nn.Linear(64, 32_000, bias=False)
+
+    with torch.device("meta"):
+        return Model()
+
+
+def _quality_table(quality: dict[str, Quality]) -> Any:
+    rows = [
+        (name, f"{q.median:.3f}", f"{q.p90:.3f}", f"{q.worst:.3f}", q.empty, f"{q.spilled} of {q.feasible}")
+        for name, q in quality.items()
+    ]
+    columns = ("maps of", "median", "p90", "worst", "GPU left empty", "spilled though a split fits")
+    return table("Fullest GPU over the optimum (bf16 weights)", columns, rows)
+
+
+def _speed_table(speeds: dict[str, Speed]) -> Any:
+    rows = [
+        (name, f"{s.ours * 1000:.0f}", f"{s.accelerate * 1000:.0f}", f"{s.ours / s.accelerate:.2f}")
+        for name, s in speeds.items()
+    ]
+    slowest = max(s.ours / s.accelerate for s in speeds.values())
+    rows.append(("worst", "", "", f"{slowest:.2f}"))
+    return table("From a configuration to a map", ("model", "ours, ms", "accelerate, ms", "ratio"), rows)

@@ -1,0 +1,125 @@
+"""verl-shard map"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HELP = """Which part of a model goes on which GPU, so that the fullest GPU holds as little as possible.
+
+Reads a folder's or hub id's config.json and no weights, and needs no GPU. The map is the one that
+build_device_map gives and load_sharded loads.
+"""
+
+
+def device_map(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of the model.")],
+    gpus: Annotated[int | None, typer.Option(help="How many GPUs; by default those of this machine.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help='GPUs to use in this order, such as "2,5"; "process" for this process\'s share.')
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help='What a GPU may hold: "80GiB" for all, or one for each: "80GiB,80GiB,24GiB".')
+    ] = None,
+    purpose: Annotated[
+        str,
+        typer.Option(
+            help="inference counts weights, buffers and KV cache; training the peak of a step, which is larger on the "
+            "head's GPU, for a second of tracing."
+        ),
+    ] = "inference",
+    batch_size: Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence, prompt and response.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16-mixed (fp32 weights under bf16 autocast), bf16 (half of that memory, and small updates are lost "
+            "in rounding) or fp32."
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="adamw, adamw-fused (saves the gradients' size during the step) or sgd (saves two of three)."
+        ),
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Keep only the input of each block for the backward: most activation memory, for a third more compute.",
+        ),
+    ] = False,
+    attn_implementation: Annotated[
+        str | None, typer.Option(help="sdpa, flash_attention_2, or eager, which holds every attention score.")
+    ] = None,
+    in_flight: Annotated[
+        int | None, typer.Option(help="Micro-batches issued before a backward: speed, for their activations.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="causal-lm, reward, process-reward or value; by default what the model says.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="What weights are counted as, for inference. [bfloat16]")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the map as JSON instead of a table.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Also draw the map, into this PNG.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the map as JSON, for DeviceMap.load.")] = None,
+) -> None:
+    """Prints a device map."""
+    from json import dumps
+
+    from verl_shard.common.tables import out
+    from verl_shard.mapping.build import build_device_map
+    from verl_shard.mapping.devices import choose_devices
+
+    fields: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "precision": precision,
+        "optimizer": optimizer,
+        "gradient_checkpointing": gradient_checkpointing or None,
+        "attn_implementation": attn_implementation,
+        "in_flight": in_flight,
+    }
+    listed: Any = devices if devices in (None, "process") else [name.strip() for name in devices.split(",")]  # type: ignore[union-attr]
+    made = build_device_map(
+        model,
+        gpus,
+        purpose=purpose,
+        devices=listed,
+        max_memory=_limits(gpu_memory, choose_devices(gpus, listed)),
+        task=task,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        **{name: value for name, value in fields.items() if value is not None},
+    )
+    if picture is not None:
+        made.draw(picture)
+    if save is not None:
+        made.save(save)
+    out.print(dumps(made.to_dict(), indent=2) if json else made.report(out.width), end="" if not json else "\n")
+    if picture is not None and not json:
+        out.print(f"Picture: {picture}")
+
+
+def _limits(text: str | None, devices: tuple[Any, ...]) -> dict[Any, str] | None:
+    if text is None:
+        return None
+    sizes = [size.strip() for size in text.split(",")]
+    if len(sizes) == 1:
+        sizes *= len(devices)
+    if len(sizes) != len(devices):
+        from verl_shard.common.errors import config_error
+
+        why = f"{len(sizes)} sizes for {len(devices)} GPUs"
+        raise config_error("gpu-memory", "--gpu-memory", text, why, "Give one size for all, or one for each")
+    return dict(zip(devices, sizes, strict=True))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("map", help=HELP)(device_map)

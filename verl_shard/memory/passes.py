@@ -1,0 +1,114 @@
+"""PassSpec: one model, one pass over one micro-batch (or several in flight), in the words of estimate_memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+import torch
+
+from verl_shard.common.errors import ConfigError, Finding
+
+Phase = Literal["train", "forward", "generate"]
+Precision = Literal["bf16-mixed", "bf16", "fp32"]
+Optimizer = Literal["adamw", "adamw-fused", "sgd"]
+Loss = Literal["causal-lm", "ppo", "value"]
+
+ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSpec:
+    """What runs. Every field is a keyword of `build_device_map(purpose="training")`.
+
+    phase: "train" (forward, backward and the optimizer's step), "forward" (scoring, no gradients) or "generate".
+    batch_size: sequences in one micro-batch. seq_len: tokens of each.
+    precision: "bf16-mixed" (fp32 weights under bf16 autocast), "bf16" or "fp32"; by default the first for training and
+        "bf16" otherwise.
+    optimizer: "adamw" is torch's default on CUDA, which works on lists of tensors and needs as much as the gradients
+        again during its step; "adamw-fused" does without; "sgd" is plain, with no state.
+    gradient_checkpointing: activations inside of a block are computed again in the backward.
+    attn_implementation: "sdpa" and "flash_attention_2" have the memory of a fused kernel, "eager" holds every score.
+    logits_to_keep: compute the logits of so many last positions only; None is all.
+    loss: "causal-lm" is transformers' own (logits in fp32); "value" is a clipped value loss; "ppo" takes the
+        log-probability of each token and a clipped ratio; by default by what the model computes.
+    in_flight: micro-batches whose forwards are all issued before the one backward.
+
+    Raises ConfigError with every fault at once.
+    """
+
+    phase: Phase = "train"
+    batch_size: int = 1
+    seq_len: int = 2048
+    precision: Precision | None = None
+    optimizer: Optimizer = "adamw"
+    gradient_checkpointing: bool = False
+    attn_implementation: str = "sdpa"
+    logits_to_keep: int | None = None
+    loss: Loss | None = None
+    in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        faults = [
+            _not_one_of(name, getattr(self, name), choices)
+            for name, choices in (
+                ("phase", get_args(Phase)),
+                ("precision", (None, *get_args(Precision))),
+                ("optimizer", get_args(Optimizer)),
+                ("attn_implementation", ATTENTIONS),
+                ("loss", (None, *get_args(Loss))),
+            )
+        ]
+        for name in ("batch_size", "seq_len", "in_flight", "logits_to_keep"):
+            value = getattr(self, name)
+            if value is None and name == "logits_to_keep":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                faults.append(_fault(name, value, "a whole number of 1 or more is needed", "Give 1 or more"))
+        if not isinstance(self.gradient_checkpointing, bool):
+            faults.append(
+                _fault("gradient_checkpointing", self.gradient_checkpointing, "not a bool", "Use True or False")
+            )
+        found = [fault for fault in faults if fault is not None]
+        if found:
+            raise ConfigError(found)
+
+    @property
+    def used_precision(self) -> Precision:
+        """The precision that is meant when none is given."""
+        return self.precision or ("bf16-mixed" if self.phase == "train" else "bf16")
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype in which weights are held."""
+        return torch.bfloat16 if self.used_precision == "bf16" else torch.float32
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one micro-batch."""
+        return self.batch_size * self.seq_len
+
+
+def pass_spec(given: dict[str, Any], **fixed: Any) -> PassSpec:
+    """A PassSpec of keywords that somebody typed. Raises ConfigError that names unknown ones with the nearest known."""
+    known = {field.name for field in fields(PassSpec)} - set(fixed)
+    if unknown := [name for name in given if name not in known]:
+        faults = []
+        for name in unknown:
+            near = get_close_matches(name, known, 1)
+            fix = f'Did you mean "{near[0]}"?' if near else f"Use some of {', '.join(sorted(known))}"
+            faults.append(Finding("error", "unknown-keyword", name, repr(given[name]), "there is no such setting", fix))
+        raise ConfigError(faults)
+    return PassSpec(**given, **fixed)
+
+
+def _not_one_of(name: str, value: object, choices: tuple[object, ...]) -> Finding | None:
+    if value in choices:
+        return None
+    shown = ", ".join(f'"{choice}"' for choice in choices if choice is not None)
+    return _fault(name, value, "not a choice", f"Use one of {shown}")
+
+
+def _fault(name: str, value: object, why: str, fix: str) -> Finding:
+    return Finding("error", name.replace("_", "-"), name, repr(value), why, fix)

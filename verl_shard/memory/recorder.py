@@ -1,0 +1,187 @@
+"""Records what a pass allocates and frees, in order, and for which Block of the model.
+
+A TorchDispatchMode sees each operation under autograd, in the forward and in the backward. Memory is counted by
+storage, from the operation that made it until nothing refers to it. The Block is the one whose module runs; in the
+backward, the one in whose forward the running autograd node was made, which its sequence number tells. Recomputed
+forwards of gradient checkpointing run the modules again, so they need nothing special.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from verl_shard.memory.recording import Pieces
+
+ROUND = 512
+"""The CUDA caching allocator gives out multiples of this many bytes (c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+class Recorder(TorchDispatchMode):
+    """Events of one pass. `sizes`, `owners` and `in_head` are by storage, numbered as they appear.
+
+    events: storage number + 1 for an allocation, its negative for a release. actors: for each event the Block that
+    ran then. steps: for each event the number of the operation. uses: (event, storage, Block) the first time that a
+    Block reads a storage of another. flops: of the forward, by Block.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self.sizes, self.owners = array("q"), array("i")
+        self.in_head = bytearray()
+        self.events, self.actors, self.steps = array("q"), array("i"), array("q")
+        self.uses: list[tuple[int, int, int]] = []
+        self.flops = [0] * pieces.n_blocks
+        self.flops_in_backward = [0] * pieces.n_blocks
+        self._used: set[tuple[int, int]] = set()
+        self._static = 0
+        self._known: dict[int, tuple[int, Any]] = {}
+        self.n_blocks = pieces.n_blocks
+        self._pieces = pieces
+        self._stack: list[int] = []
+        self._slots: list[tuple[int, bool]] = [(0, False)]
+        self._starts = [0]
+        self._slot_of_entry = [0]
+        self._slot = 0
+        self._by_operand = False
+        self._step = 0
+
+    # Where it runs
+
+    def watch(self, module: nn.Module) -> None:
+        """Hooks on the pieces of `module`, so that it is known which one runs."""
+        modules = dict(module.named_modules())
+        for name, block in self._pieces.block_of.items():
+            piece = modules.get(name)
+            if piece is None:  # a tensor that a divided module holds itself
+                continue
+            slot = len(self._slots)
+            self._slots.append((block, name == self._pieces.head))
+            piece.register_forward_pre_hook(self._enter(slot), prepend=True)
+            piece.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, slot: int) -> Any:
+        def hook(*_: Any) -> None:
+            self._stack.append(slot)
+            self._slot = slot
+            self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._slot_of_entry.append(slot)
+
+        return hook
+
+    def _leave(self, *_: Any) -> None:
+        self._slot = self._stack.pop()
+
+    def _place(self) -> int:
+        """The slot that runs."""
+        if not self._stack:
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                number = node._sequence_nr()
+                if number < 1 << 62:  # an AccumulateGrad has the largest number there is
+                    self._slot = self._slot_of_entry[bisect_right(self._starts, number) - 1]
+        return self._slot
+
+    # What it holds
+
+    def add_static(self, tensor: torch.Tensor, block: int) -> int:
+        """Counts a tensor that is there before the pass; returns its number."""
+        number = self._add(tensor.untyped_storage(), block, False)
+        self._static = len(self.sizes)
+        return number
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor's storage, if it was seen."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[0]
+
+    def by_operand(self, on: bool) -> None:
+        """While on, what an operation makes belongs to the Block of its operand: the optimizer's step."""
+        self._by_operand = on
+
+    def _add(self, storage: torch.UntypedStorage, block: int, in_head: bool) -> int:
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None:
+            return known[0]
+        number = len(self.sizes)
+        self.sizes.append(-(-storage.nbytes() // ROUND) * ROUND)
+        self.owners.append(block)
+        self.in_head.append(in_head)
+
+        def gone(_: Any, key: int = key, number: int = number) -> None:
+            self._known.pop(key, None)
+            self._event(-number - 1, self._slots[self._slot][0])
+
+        self._known[key] = (number, weakref.ref(storage, gone))
+        self._event(number + 1, block)
+        return number
+
+    def _event(self, what: int, actor: int) -> None:
+        self.events.append(what)
+        self.actors.append(actor)
+        self.steps.append(self._step)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        if func is _DEVICE:  # asked for all the time, by everybody
+            return result
+        self._step += 1
+        if self._by_operand:
+            self._add_by_operand(args, result)
+            return result
+        block, in_head = self._slots[self._place()]
+        for tensor in _tensors(args):
+            known = self._known.get(tensor.untyped_storage()._cdata)
+            if known is not None and known[0] >= self._static and self.owners[known[0]] != block:
+                use = (known[0], block)
+                if use not in self._used:
+                    self._used.add(use)
+                    self.uses.append((len(self.events), *use))
+        for tensor in _tensors((result,)):
+            self._add(tensor.untyped_storage(), block, in_head)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self._count(block, count(*args, **(kwargs or {}), out_val=result))
+        return result
+
+    def _count(self, block: int, flops: int) -> None:
+        in_backward = torch._C._current_autograd_node() is not None
+        (self.flops_in_backward if in_backward else self.flops)[block] += flops
+
+    def add_attention(self, flops: int) -> None:
+        """Counts a stand-in attention, which computes nothing itself; its backward takes five products for two."""
+        block = self._slots[self._place()][0]
+        self._count(block, flops)
+        if torch._C._current_autograd_node() is None:
+            self.flops_in_backward[block] += flops * 5 // 2
+
+    def _add_by_operand(self, args: Any, result: Any) -> None:
+        operands = list(_tensors(args[:1]))
+        made = list(_tensors((result,)))
+        for index, tensor in enumerate(made):
+            operand = operands[index] if len(operands) == len(made) else (operands[0] if operands else None)
+            number = None if operand is None else self.number_of(operand)
+            self._add(tensor.untyped_storage(), 0 if number is None else self.owners[number], False)
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())

@@ -1,0 +1,58 @@
+"""What the Recorder hands on: a pass as events, and the pieces of a model by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_shard.models.spec import ModelSpec
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "logits")
+"""What a storage is, by its index here."""
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS = range(len(KINDS))
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What a pass allocated and released, in order.
+
+    sizes (bytes), owners (Block), kinds (index into KINDS): by storage. events, actors, steps, uses: see Recorder.
+    n_static: events before the pass. marks: where phases of the pass begin, as (name, event).
+    kept: bytes that one micro-batch keeps for its backward, by Block.
+    """
+
+    sizes: np.ndarray
+    owners: np.ndarray
+    kinds: np.ndarray
+    events: np.ndarray
+    actors: np.ndarray
+    steps: np.ndarray
+    uses: tuple[tuple[int, int, int], ...]
+    n_static: int
+    marks: tuple[tuple[str, int], ...]
+    kept: np.ndarray
+    flops: tuple[int, ...]
+    flops_in_backward: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Which names of modules and tensors belong to which Block of the chain."""
+
+    block_of: Mapping[str, int]
+    n_blocks: int
+    head: str | None
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Pieces:
+        block_of = {name: i for i, block in enumerate(spec.blocks) for name in (*block.names, *block.followers)}
+        return cls(block_of, len(spec.blocks), spec.head)
+
+    def of_tensor(self, name: str) -> int:
+        """The Block that holds a parameter or buffer."""
+        while name not in self.block_of:
+            assert name, "the pieces of a model cover all its tensors"
+            name = name.rpartition(".")[0]
+        return self.block_of[name]

@@ -1,0 +1,190 @@
+"""What a GPU runs where the CPU, on which tensors without memory live, would run something else.
+
+Three differences change memory, and each is put right here: fused attention, dropout's mask, and which operations
+CUDA's autocast takes to fp32. The values do not matter, as nothing is computed; shapes, dtypes and what is saved for
+the backward do.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_ROUND = 128
+"""flash-attn works on lengths and head sizes rounded up to these (csrc/flash_attn/flash_api.cpp)."""
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The memory of torch's flash kernel: saves q, k, v, the output and one fp32 log-sum-exp a row and head.
+
+    The backward holds, while it runs, an fp32 accumulator of dq, one fp32 number a row and head, and with fewer heads
+    in k and v than in q their gradients at the number of q's (ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+    q: (batch, heads, length, head size); k, v: (batch, kv heads, length of keys, head size).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, _ = q.shape
+        out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+        lse = q.new_empty(batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, k, v, *_ = ctx.saved_tensors
+        batch, heads, length, size = q.shape
+        rounded = -(-length // _ROUND) * _ROUND
+        held = [
+            q.new_empty(batch, heads, rounded, dtype=torch.float32),
+            q.new_empty(batch, rounded, heads, -(-size // 32) * 32, dtype=torch.float32),
+        ]
+        dq, dk, dv = (t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in (q, k, v))
+        if k.shape[1] != heads:
+            held += [t.new_empty(batch, t.shape[2], heads, t.shape[3]) for t in (k, v)]
+        del held
+        return dq, dk, dv
+
+
+def attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Of the two products of a causal-or-not attention, counted whole as torch's FlopCounter does."""
+    batch, heads, length, size = q.shape
+    return 2 * batch * heads * length * k.shape[2] * (size + v.shape[-1])
+
+
+def _attention(on_attention: Callable[[int], None]) -> Callable[..., torch.Tensor]:
+    def scaled_dot_product_attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = (t.to(dtype) for t in (query, key, value))
+        on_attention(attention_flops(query, key, value))
+        return _FusedAttention.apply(query, key, value)  # type: ignore[no-any-return, no-untyped-call]
+
+    return scaled_dot_product_attention
+
+
+_cpu_dropout = functional.dropout
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """CUDA keeps one byte an element for the mask; the CPU one of the input's dtype."""
+    if not training or p == 0.0 or inplace:
+        return _cpu_dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _in_fp32(func: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args = tuple(_fp32(value) for value in args)
+            kwargs = {name: _fp32(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    return wrapped
+
+
+def _fp32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value
+
+
+# CUDA's autocast list of operations in fp32 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32).
+_FP32_UNDER_AUTOCAST = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow",
+    "softplus",
+    "layer_norm",
+    "group_norm",
+    "cosine_similarity",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "poisson_nll_loss",
+    "cumprod",
+    "cumsum",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "prod",
+    "softmax",
+    "log_softmax",
+    "sum",
+    "norm",
+    "__pow__",
+    "__rpow__",
+]
+
+
+def _restore(value: Any) -> Callable[[Any, str], None]:
+    return lambda place, name: setattr(place, name, value)
+
+
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def as_on_gpu(on_attention: Callable[[int], None]) -> Iterator[None]:
+    """While it is on, attention, dropout and autocast have a GPU's memory, and transformers masks as on a GPU.
+
+    transformers takes tensors without memory for tracing and then makes masks of (length x length), where on a GPU
+    the kernel is only told that it is causal. Functions are replaced by name and put back; a TorchFunctionMode would be
+    off in what gradient checkpointing computes again, and slow everything down. on_attention is told the FLOPs of each
+    fused attention's forward.
+    """
+    import transformers.masking_utils as masks
+
+    with _one_at_a_time, ExitStack() as stack:
+
+        def replace(place: Any, name: str, value: Any) -> None:
+            own = vars(place).get(name)
+            stack.callback(delattr if own is None else _restore(own), place, name)
+            setattr(place, name, value)
+
+        replace(functional, "scaled_dot_product_attention", _attention(on_attention))
+        replace(functional, "dropout", _dropout)
+        for name in _FP32_UNDER_AUTOCAST:
+            for place in (torch, torch.Tensor, functional):
+                if hasattr(place, name):
+                    replace(place, name, _in_fp32(getattr(place, name)))
+        for name, value in (
+            ("_ignore_causal_mask_sdpa", lambda *_, **__: True),
+            ("find_packed_sequence_indices", lambda *_, **__: None),
+        ):
+            if hasattr(masks, name):
+                replace(masks, name, value)
+        yield
