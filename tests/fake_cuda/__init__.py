@@ -54,10 +54,10 @@ def load() -> None:
 def run_on_fake_gpus(code: str, **given: Any) -> Any:
     """Runs `code` with fake GPUs; it finds `given` as variables, and what it puts into `result` comes back by JSON."""
     script = (
-        f"from tests.fake_cuda import load\nload()\nimport json\nglobals().update(json.loads({json.dumps(given)!r}))\n"
+        f"from fake_cuda import load\nload()\nimport json\nglobals().update(json.loads({json.dumps(given)!r}))\n"
     )
     script += textwrap.dedent(code) + "\nprint('RESULT ' + json.dumps(result))\n"
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -33,10 +33,12 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const c10::DeviceIndex) const override {}
 };
 
-struct FakeHooks : public at::CUDAHooksInterface {
-  explicit FakeHooks(at::CUDAHooksArgs) {}
+// torch looks the hooks up by this name.
+struct CUDAHooks : public at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
   bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
@@ -51,5 +53,5 @@ C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard)
 namespace at {
 using ::at::CUDAHooksRegistry;
 using ::at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(FakeHooks)
+REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at

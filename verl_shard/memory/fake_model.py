@@ -62,10 +62,15 @@ def set_attention(module: nn.Module, implementation: str) -> None:
     if choose is None:
         return
     wanted = "sdpa" if implementation == "flash_attention_2" else implementation
-    try:
-        choose(wanted)
-    except ValueError as error:
-        why = " ".join(str(error).split())[:160]
+    why = ""
+    if not getattr(module, "_can_set_attn_implementation", lambda: True)():
+        why = f"{type(module).__name__} has an attention class for each implementation"
+    else:
+        try:
+            choose(wanted)
+        except ValueError as error:
+            why = " ".join(str(error).split())[:160]
+    if why and wanted != "eager":
         notice("attention-not-traced", "attn_implementation", implementation, why, "eager attention for the estimate")
 
 

@@ -234,6 +234,8 @@ class _Unfolding:
             else:
                 self._outside(at, uses[at])
             at = end
+        if n in marks:
+            new_marks.append((marks[n], len(self.events)))
         for late in uses.get(n, []):
             self._use(*late, 0)
         self._check()

@@ -163,10 +163,17 @@ class Recorder(TorchDispatchMode):
 
     def add_attention(self, flops: int) -> None:
         """Counts a stand-in attention, which computes nothing itself; its backward takes five products for two."""
+        self._add_stand_in(flops, flops * 5 // 2)
+
+    def add_product(self, flops: int) -> None:
+        """Counts a stand-in product; its backward takes two of the same size."""
+        self._add_stand_in(flops, 2 * flops)
+
+    def _add_stand_in(self, flops: int, in_backward: int) -> None:
         block = self._slots[self._place()][0]
         self._count(block, flops)
         if torch._C._current_autograd_node() is None:
-            self.flops_in_backward[block] += flops * 5 // 2
+            self.flops_in_backward[block] += in_backward
 
     def _add_by_operand(self, args: Any, result: Any) -> None:
         operands = list(_tensors(args[:1]))

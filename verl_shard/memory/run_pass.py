@@ -121,7 +121,7 @@ def _run(
     marks = [("forward", len(recorder.events))]
     mixed = wanted.used_precision == "bf16-mixed"
     with ExitStack() as stack:
-        stack.enter_context(as_on_gpu(recorder.add_attention))
+        stack.enter_context(as_on_gpu(recorder.add_attention, recorder.add_product))
         stack.enter_context(recorder)
         live_before = _live(recorder)
         losses, outputs = [], []

@@ -58,6 +58,36 @@ def attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     return 2 * batch * heads * length * k.shape[2] * (size + v.shape[-1])
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """The memory of torch's grouped_mm, which mixtures of experts run on: saves both operands, and makes one result.
+
+    tokens: (tokens, columns), those of an expert together; weight: (experts, columns, rows). On tensors without memory
+    torch's own takes bfloat16 only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return tokens.new_empty(tokens.shape[0], weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        tokens, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            torch.empty_like(tokens) if wanted[0] else None,
+            torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] else None,
+        )
+
+
+def _grouped_mm(on_product: Callable[[int], None]) -> Callable[..., torch.Tensor]:
+    def grouped_mm(tokens: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        on_product(2 * tokens.shape[0] * weight.shape[-2] * weight.shape[-1])
+        return _GroupedProduct.apply(tokens, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    return grouped_mm
+
+
 def _attention(on_attention: Callable[[int], None]) -> Callable[..., torch.Tensor]:
     def scaled_dot_product_attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
@@ -79,6 +109,16 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     if not training or p == 0.0 or inplace:
         return _cpu_dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
+
+
+def _rand(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A single random number is drawn to decide whether to drop a layer; 1 drops none, and has a value to compare."""
+
+    @functools.wraps(func)
+    def rand(*size: Any, **kwargs: Any) -> Any:
+        return torch.tensor(1.0) if size in ((), ([],), ((),)) else func(*size, **kwargs)
+
+    return rand
 
 
 def _in_fp32(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,13 +198,13 @@ _one_at_a_time = threading.RLock()
 
 
 @contextmanager
-def as_on_gpu(on_attention: Callable[[int], None]) -> Iterator[None]:
+def as_on_gpu(on_attention: Callable[[int], None], on_product: Callable[[int], None]) -> Iterator[None]:
     """While it is on, attention, dropout and autocast have a GPU's memory, and transformers masks as on a GPU.
 
     transformers takes tensors without memory for tracing and then makes masks of (length x length), where on a GPU
     the kernel is only told that it is causal. Functions are replaced by name and put back; a TorchFunctionMode would be
-    off in what gradient checkpointing computes again, and slow everything down. on_attention is told the FLOPs of each
-    fused attention's forward.
+    off in what gradient checkpointing computes again, and slow everything down. on_attention and on_product are told the
+    FLOPs of the forward of each fused attention and grouped product.
     """
     import transformers.masking_utils as masks
 
@@ -177,6 +217,10 @@ def as_on_gpu(on_attention: Callable[[int], None]) -> Iterator[None]:
 
         replace(functional, "scaled_dot_product_attention", _attention(on_attention))
         replace(functional, "dropout", _dropout)
+        replace(torch, "rand", _rand(torch.rand))
+        for place, name in ((functional, "grouped_mm"), (torch, "_grouped_mm")):
+            if hasattr(place, name):
+                replace(place, name, _grouped_mm(on_product))
         for name in _FP32_UNDER_AUTOCAST:
             for place in (torch, torch.Tensor, functional):
                 if hasattr(place, name):

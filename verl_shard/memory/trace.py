@@ -125,6 +125,13 @@ class Trace:
         """The peak, in bytes, of a GPU that holds blocks i..j-1."""
         return int(self.peaks[i, j])
 
+    @property
+    def phase_peaks(self) -> dict[str, int]:
+        """The peak of each phase on one GPU that holds all, what it begins with included."""
+        starts = [*sorted(self.phases.items(), key=lambda item: item[1]), ("", len(self.live))]
+        total = self.live.sum(axis=1)
+        return {name: int(total[max(at - 1, 0) : end].max()) for (name, at), (_, end) in pairwise(starts)}
+
     def seconds_like(self, i: int, j: int) -> int:
         """FLOPs of blocks i..j-1, forward and backward: what the time of a stage goes by."""
         return sum(forward + backward for forward, backward in self.flops[i:j])
