@@ -53,9 +53,7 @@ def load() -> None:
 
 def run_on_fake_gpus(code: str, **given: Any) -> Any:
     """Runs `code` with fake GPUs; it finds `given` as variables, and what it puts into `result` comes back by JSON."""
-    script = (
-        f"from fake_cuda import load\nload()\nimport json\nglobals().update(json.loads({json.dumps(given)!r}))\n"
-    )
+    script = f"from fake_cuda import load\nload()\nimport json\nglobals().update(json.loads({json.dumps(given)!r}))\n"
     script += textwrap.dedent(code) + "\nprint('RESULT ' + json.dumps(result))\n"
     root = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(root)}

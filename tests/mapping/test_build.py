@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -204,7 +205,8 @@ def test_what_does_not_fit_says_by_how_much(published: Callable[[str], Any]) -> 
     assert "14.19 GiB of weights and buffers (bfloat16)" in text
     assert "(4.00 GiB + 6.00 GiB = 10.00 GiB)" in text
     assert "GPU 1: " in text
-    more = int(text.rpartition("(")[2].split()[0])
+    more = int(re.search(r"\((\d+) bytes\) more on each", text)[1])  # type: ignore[index]
+    assert "or with 1 more of 6.00 GiB" in text
     _sound(spec, build_device_map(spec, 2, max_memory={gpu: cap + more for gpu, cap in caps.items()}))
     with pytest.raises(DoesNotFitError):
         build_device_map(spec, 2, max_memory={gpu: cap + more - 1 for gpu, cap in caps.items()})
@@ -222,8 +224,12 @@ def test_what_does_not_fit_says_by_how_much(published: Callable[[str], Any]) -> 
         ({"devices": ["gpu0"]}, "devices = gpu0: not a device"),
         ({"devices": [0, "cpu"]}, "would be offloaded, and never trained"),
         ({"devices": [0, 1], "n_gpus": 3}, "n_gpus is 3 and 2 devices are named"),
-        ({"devices": "process"}, "not built yet"),
-        ({"n_gpus": 2, "purpose": "training"}, r'not built yet\. Use purpose="inference"'),
+        ({"n_gpus": 2, "batch_size": 4}, "the KV cache also needs a length"),
+        ({"n_gpus": 2, "batchsize": 4}, 'Did you mean "batch_size"'),
+        ({"n_gpus": 2, "optimizer": "sgd"}, r'it changes nothing of weights.*use purpose="training"'),
+        ({"n_gpus": 2, "purpose": "training", "batch_size": 0}, "batch_size = 0"),
+        ({"n_gpus": 2, "purpose": "training", "dtype": "fp16"}, "holds weights in torch.float32"),
+        ({"n_gpus": 2, "purpose": "training", "seq_len": 10**6}, "positions"),
         ({"n_gpus": 2, "purpose": "fun"}, '"inference" or "training"'),
         ({"n_gpus": 2, "max_memory": {2: "1GB"}}, r"max_memory\[2\] = 1GB: the map is made over 0, 1"),
         ({"n_gpus": 2, "max_memory": {"cpu": "1GB"}}, "a map never offloads"),
@@ -260,9 +266,9 @@ def test_a_module_without_blocks_goes_to_one_device_only() -> None:
         build_device_map(nn.Linear(2, 2), 2)
 
 
-def test_quantized_sizes_are_not_claimed(small_config: Callable[..., Any]) -> None:
-    config = small_config("llama", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    with pytest.warns(ShardNotice, match="sizes of quantized weights"):
+def test_what_an_unknown_quantization_packs_is_not_claimed(small_config: Callable[..., Any]) -> None:
+    config = small_config("llama", quantization_config={"quant_method": "spqr"})
+    with pytest.warns(ShardNotice, match="how its quantization packs weights is not known"):
         build_device_map(config, 2)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from verl_shard import build_device_map, check_device_map
 from verl_shard.models.read import read_spec
@@ -45,6 +46,36 @@ def test_the_articles_round_robin(spec: ModelSpec) -> None:
     (finding,) = check_device_map(spec, {name: index % 4 for index, name in enumerate(spec.order)})
     assert (finding.code, finding.level) == ("back-and-forth", "warning")
     assert "changes devices 30 times, where 3 would do" in finding.why
+
+
+def test_a_map_that_leaves_a_gpu_almost_nothing(spec: ModelSpec) -> None:
+    names = list(spec.order)
+    (finding,) = check_device_map(spec, {name: int(name == "lm_head") for name in names})
+    assert (finding.code, finding.level, finding.given) == ("uneven", "warning", "GPU 0")
+    assert "13.17 GiB of weights and buffers, where 7.09 GiB would do" in finding.why
+
+
+def test_what_a_fault_costs(published: Callable[[str], Any]) -> None:
+    """Published sizes: a hidden state of 3,584 in bf16, and an untied head of 152,064 x 3,584."""
+    config = published("qwen2-7b")
+    names = list(build_device_map(config, 2))
+    finding, *_ = check_device_map(config, {name: index % 2 for index, name in enumerate(names)})
+    assert "of 7.00 MiB for 1,024 tokens" in finding.why
+    (finding,) = check_device_map(config, {name: 0 for name in names if name != "lm_head"})
+    assert "1.02 GiB of the model" in finding.why
+
+
+def test_gpus_that_do_not_exist(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    device_map = build_device_map(spec, 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert _codes(spec, device_map) == [], "on a machine without GPUs numbers are not judged"
+    assert _codes(spec, device_map, n_gpus=4) == []
+    (finding,) = check_device_map(spec, device_map, n_gpus=2)
+    assert (finding.code, finding.given) == ("no-such-gpu", "2, 3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (finding,) = check_device_map(spec, device_map)
+    assert finding.given == "1, 2, 3"
+    assert "there is 1 GPU, numbered 0" in finding.why
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,26 @@ def test_caps_push_work_to_the_larger_device_and_skip_one_that_takes_nothing() -
     assert partition(4, _sum_of([3, 3, 3, 3]), [3, 6, 6]) == [(0, 1), (1, 2), (2, 4)]
     assert partition(2, _sum_of([3, 3]), [0, 3, 3]) == [(0, 0), (0, 1), (1, 2)]
     assert partition(2, _sum_of([3, 3]), [2, 5]) is None
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    st.lists(st.integers(1, 9), min_size=7, max_size=7),
+    st.integers(1, 4),
+)
+@settings(max_examples=200, deadline=None)
+def test_of_equal_costs_the_smallest_second(first: list[int], second: list[int], n_devices: int) -> None:
+    """Against all splits: among those with the smallest maximum and the fewest empty devices, the smallest second one."""
+    n = len(first)
+
+    def total(values: list[int], i: int, j: int) -> int:
+        return sum(values[i:j])
+
+    runs = partition(n, lambda i, j: total(first, i, j), [None] * n_devices, then=lambda i, j: total(second, i, j))
+    assert runs is not None
+
+    def value(split: list[tuple[int, int]]) -> tuple[int, int, int]:
+        costs = [total(first, i, j) for i, j in split]
+        return max(costs), sum(i == j for i, j in split), max(total(second, i, j) for i, j in split)
+
+    assert value(runs) == min(map(value, _every_split(n, n_devices)))

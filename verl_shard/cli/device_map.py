@@ -85,7 +85,9 @@ def device_map(
         "attn_implementation": attn_implementation,
         "in_flight": in_flight,
     }
-    listed: Any = devices if devices in (None, "process") else [name.strip() for name in devices.split(",")]  # type: ignore[union-attr]
+    listed: Any = devices
+    if devices is not None and devices != "process":
+        listed = [name.strip() for name in devices.split(",")]
     made = build_device_map(
         model,
         gpus,
@@ -101,8 +103,11 @@ def device_map(
         made.draw(picture)
     if save is not None:
         made.save(save)
-    out.print(dumps(made.to_dict(), indent=2) if json else made.report(out.width), end="" if not json else "\n")
-    if picture is not None and not json:
+    if json:
+        typer.echo(dumps(made.to_dict(), indent=2))  # rich would break its lines
+        return
+    out.print(made.report(out.width), end="")
+    if picture is not None:
         out.print(f"Picture: {picture}")
 
 

@@ -20,7 +20,7 @@ from verl_shard.models.read import read_model
 from verl_shard.models.spec import ModelSpec, device_of
 
 _BUILD = "Use build_device_map"
-_UNEVEN = 1.1
+_UNEVEN = 1.25
 """From how much over the fullest GPU of the best map a map is called uneven."""
 
 
@@ -39,7 +39,7 @@ def check_device_map(
     not have, a key that lies inside another key, a block that is cut in two, tied weights on different devices, and for
     a trainable model entries on the CPU or on disk, which would not be trained. Warnings: such entries on a model that
     is only scored with, which is slow; a path through the model that comes back to a GPU it has left; and a GPU that
-    holds more than a tenth more than it would in an even map. Each says what it costs, in bytes where it can.
+    holds more than a quarter more than the fullest GPU of an even map. Each says what it costs, in bytes where it can.
 
     n_gpus: how many GPUs there are; by default those that torch sees here, and on a machine without any nothing is said
         of numbers.

@@ -29,8 +29,9 @@ def draw(device_map: DeviceMap, path: Path) -> None:
     limits = [stage.cap / _GIB if stage.cap is not None else None for stage in stages]
     for row, limit in zip(rows, limits, strict=True):
         if limit is not None:
-            label = "limit" if row == next(i for i, known in enumerate(limits) if known is not None) else None
-            axes.plot([limit, limit], [row - 0.4, row + 0.4], color=ACCENT, linewidth=2, label=label)
+            first = all(known is None for known in limits[:row])
+            ends = [row - 0.4, row + 0.4]
+            axes.plot([limit, limit], ends, color=ACCENT, linewidth=2, label="limit" if first else None)
             widest = max(widest, limit)
     for row, (stage, end) in enumerate(zip(stages, left, strict=True)):
         held = ", ".join(stage.pieces)

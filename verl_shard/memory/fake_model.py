@@ -50,7 +50,7 @@ def fill_with_fakes(
                             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                     made[id(tensor)] = fake
                     made[id(fake)] = fake  # a tie is met again under its new identity
-                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+                tensors[name] = made[id(tensor)]
 
 
 def set_attention(module: nn.Module, implementation: str) -> None:
@@ -76,16 +76,18 @@ def set_attention(module: nn.Module, implementation: str) -> None:
 
 def set_checkpointing(module: nn.Module, on: bool) -> None:
     """Turns gradient checkpointing on (not reentrant) or off. A model without it keeps its activations, which is said."""
-    if not hasattr(module, "gradient_checkpointing_enable"):
+    enable: Any = getattr(module, "gradient_checkpointing_enable", None)
+    disable: Any = getattr(module, "gradient_checkpointing_disable", None)
+    if enable is None or disable is None:
         if on:
             why = f"{type(module).__name__} has no gradient_checkpointing_enable"
             notice("checkpointing-not-traced", "gradient_checkpointing", True, why, "all activations are kept")
         return
     if not on:
-        module.gradient_checkpointing_disable()
+        disable()
         return
     try:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:
         why = " ".join(str(error).split())[:160]
         notice("checkpointing-not-traced", "gradient_checkpointing", True, why, "all activations are kept")

@@ -75,7 +75,7 @@ def fold_module(module: nn.Module, names: Sequence[str], fold: Fold, n_before: i
     """Takes the blocks that are left out from the module's list, in place."""
     path = names[0].rpartition(".")[0]
     gone = {index - n_before for index in fold.left_out}
-    kept = [child for index, child in enumerate(module.get_submodule(path)) if index not in gone]  # type: ignore[arg-type]
+    kept = [child for index, child in enumerate(module.get_submodule(path).children()) if index not in gone]
     parent, _, name = path.rpartition(".")
     setattr(module.get_submodule(parent), name, nn.ModuleList(kept))
 

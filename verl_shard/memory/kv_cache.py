@@ -19,6 +19,10 @@ def kv_cache_bytes(config: PretrainedConfig, *, batch_size: int, seq_len: int, i
     Raises ConfigError for models whose state is no key-value cache (linear attention, Mamba), and without a decoder.
     """
     text: Any = config.get_text_config(decoder=True)
+    if not hasattr(text, "num_attention_heads"):
+        why = "it has no attention, and so no keys and values to keep"
+        fix = "Leave out batch_size and seq_len, which then counts weights and buffers"
+        raise config_error("no-kv-cache", "model", config.model_type, why, fix)
     n_layers = text.num_hidden_layers
     layers = DynamicCache(config=config).layers
     heads, size = text.num_attention_heads, getattr(text, "head_dim", None)

@@ -66,10 +66,9 @@ class PassSpec:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 faults.append(_fault(name, value, "a whole number of 1 or more is needed", "Give 1 or more"))
-        if not isinstance(self.gradient_checkpointing, bool):
-            faults.append(
-                _fault("gradient_checkpointing", self.gradient_checkpointing, "not a bool", "Use True or False")
-            )
+        checkpointing: object = self.gradient_checkpointing
+        if not isinstance(checkpointing, bool):
+            faults.append(_fault("gradient_checkpointing", checkpointing, "not a bool", "Use True or False"))
         found = [fault for fault in faults if fault is not None]
         if found:
             raise ConfigError(found)

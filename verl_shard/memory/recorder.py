@@ -28,7 +28,7 @@ ROUND = 512
 _DEVICE = torch.ops.prim.device.default
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Events of one pass. `sizes`, `owners` and `in_head` are by storage, numbered as they appear.
 
     events: storage number + 1 for an allocation, its negative for a release. actors: for each event the Block that
@@ -37,7 +37,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, pieces: Pieces) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sizes, self.owners = array("q"), array("i")
         self.in_head = bytearray()
         self.events, self.actors, self.steps = array("q"), array("i"), array("q")

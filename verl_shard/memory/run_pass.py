@@ -137,7 +137,7 @@ def _run(
         loss = losses[0] if len(losses) == 1 else losses[0] + losses[1]
         del losses
         marks.append(("backward", len(recorder.events)))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         del loss, outputs
         numbers = {recorder.number_of(p.grad) for p in module.parameters() if p.grad is not None}
         n_before_step = len(recorder.sizes)

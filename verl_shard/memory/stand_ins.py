@@ -222,9 +222,9 @@ def as_on_gpu(on_attention: Callable[[int], None], on_product: Callable[[int], N
             if hasattr(place, name):
                 replace(place, name, _grouped_mm(on_product))
         for name in _FP32_UNDER_AUTOCAST:
-            for place in (torch, torch.Tensor, functional):
-                if hasattr(place, name):
-                    replace(place, name, _in_fp32(getattr(place, name)))
+            for home in (torch, torch.Tensor, functional):
+                if hasattr(home, name):
+                    replace(home, name, _in_fp32(getattr(home, name)))
         for name, value in (
             ("_ignore_causal_mask_sdpa", lambda *_, **__: True),
             ("find_packed_sequence_indices", lambda *_, **__: None),

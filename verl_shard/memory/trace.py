@@ -170,10 +170,10 @@ def _crossings(recording: Recording, row_of_event: np.ndarray, n_rows: int) -> t
     """Copies of what one block made and another reads."""
     end: dict[int, int] = {}
     used = {number for _, number, _ in recording.uses}
-    for event in np.flatnonzero(recording.events < 0):
-        number = -int(recording.events[event]) - 1
+    for release in np.flatnonzero(recording.events < 0).tolist():
+        number = -int(recording.events[release]) - 1
         if number in used:
-            end[number] = int(row_of_event[event])
+            end[number] = int(row_of_event[release])
     users: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for event, number, block in recording.uses:
         row = int(row_of_event[event]) if event < len(row_of_event) else n_rows

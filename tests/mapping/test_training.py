@@ -1,0 +1,150 @@
+"""Maps for training: cut by the traced peak, and as low as any cut of the chain allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from verl_shard import build_device_map
+from verl_shard.common.errors import ConfigError, DoesNotFitError
+from verl_shard.mapping.device_map import DeviceMap
+from verl_shard.memory.passes import PassSpec
+from verl_shard.memory.trace import Trace, trace
+from verl_shard.models.meta import config_for
+from verl_shard.models.read import read_spec, spec_of_config
+from verl_shard.models.spec import ModelSpec
+
+_GB = 10**9
+
+
+def _traced(config: Any, wanted: PassSpec) -> tuple[ModelSpec, Trace]:
+    spec, module = spec_of_config(config_for(config, "causal-lm"), name="model", task="causal-lm", dtype=torch.float32)
+    return spec, trace(spec, module, wanted)
+
+
+def _cuts(spec: ModelSpec, device_map: DeviceMap) -> list[int]:
+    path = spec.devices_of(device_map)
+    return [0, *(i for i, (a, b) in enumerate(pairwise(path), 1) if a != b), len(path)]
+
+
+def _small(n_layers: int, **fields: Any) -> Any:
+    return AutoConfig.for_model(
+        "qwen2",
+        **{
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 3000,
+            **fields,
+        },
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("n_layers", "n_gpus"), [(3, 2), (5, 3), (8, 3)])
+def test_no_cut_is_lower(n_layers: int, n_gpus: int, checkpointing: bool, tied: bool) -> None:
+    """Against every cut of the chain: none has a lower peak, and of those with that peak none a faster slowest GPU."""
+    config = _small(n_layers, tie_word_embeddings=tied)
+    fields: dict[str, Any] = {"batch_size": 4, "seq_len": 128, "gradient_checkpointing": checkpointing}
+    device_map = build_device_map(config, n_gpus, purpose="training", **fields)
+    spec, traced = _traced(config, PassSpec(**fields))
+    flops = [forward + backward for forward, backward in traced.flops]
+    alone = [block.stands_alone for block in spec.blocks]
+
+    def value(cuts: tuple[int, ...]) -> tuple[int, int]:
+        runs = list(pairwise(cuts))
+        return max(traced.peak(i, j) for i, j in runs), max(sum(flops[i:j]) for i, j in runs)
+
+    possible = [
+        (0, *inner, traced.n_blocks)
+        for inner in combinations(range(1, traced.n_blocks), n_gpus - 1)
+        if all(any(alone[i:j]) for i, j in pairwise((0, *inner, traced.n_blocks)))
+    ]
+    assert value(tuple(_cuts(spec, device_map))) == min(map(value, possible))
+    assert max(device_map.loads.values()) == value(tuple(_cuts(spec, device_map)))[0]
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-70b", "gemma-2-9b", "mixtral-8x7b"])
+def test_no_move_of_a_block_is_lower(name: str, published: Callable[[str], Any]) -> None:
+    device_map = build_device_map(published(name), 8, purpose="training", batch_size=2, seq_len=1024)
+    spec, traced = _traced(published(name), PassSpec(batch_size=2, seq_len=1024))
+    cuts = _cuts(spec, device_map)
+    best = max(traced.peak(i, j) for i, j in pairwise(cuts))
+    assert best == max(device_map.loads.values())
+    for index in range(1, 8):
+        for step in (-1, 1):
+            moved = [*cuts[:index], cuts[index] + step, *cuts[index + 1 :]]
+            if all(i < j for i, j in pairwise(moved)):
+                assert max(traced.peak(i, j) for i, j in pairwise(moved)) >= best
+
+
+def test_it_is_lower_than_a_map_that_is_even_in_weights(published: Callable[[str], Any]) -> None:
+    """Qwen2-7B on four GPUs, 4 x 2048 tokens, bf16: the head's GPU pays for the logits."""
+    config = published("qwen2-7b")
+    fields: dict[str, Any] = {"batch_size": 4, "seq_len": 2048, "precision": "bf16"}
+    spec, traced = _traced(config, PassSpec(**fields))
+    by_weight = _cuts(spec, build_device_map(config, 4))
+    by_peak = build_device_map(config, 4, purpose="training", **fields)
+    weight_peak = max(traced.peak(i, j) for i, j in pairwise(by_weight))
+    assert max(by_peak.loads.values()) < 0.9 * weight_peak
+    assert by_peak.purpose == "training"
+    assert "peak of training (4 x 2048 tokens, bf16, adamw)" in by_peak.report()
+
+
+def test_limits_hold_for_the_peak(published: Callable[[str], Any]) -> None:
+    config = published("qwen2-0.5b")
+    fields: dict[str, Any] = {"purpose": "training", "batch_size": 2, "seq_len": 1024}
+    free = build_device_map(config, 2, **fields)
+    low = max(free.loads.values())
+    assert build_device_map(config, 2, max_memory={0: low, 1: low}, **fields).loads == free.loads
+    with pytest.raises(DoesNotFitError, match="Gradient checkpointing, a smaller batch_size") as caught:
+        build_device_map(config, 2, max_memory={0: low - 1, 1: low - 1}, **fields)
+    assert "peak of training (2 x 1024 tokens, bf16-mixed, adamw)" in str(caught.value)
+
+
+def test_a_piece_larger_than_every_gpu(published: Callable[[str], Any]) -> None:
+    with pytest.raises(DoesNotFitError, match="is never cut: no number of such GPUs is enough"):
+        build_device_map(published("qwen2-7b"), 8, max_memory=dict.fromkeys(range(8), "400MiB"))
+
+
+def test_without_lengths_it_is_one_sequence_of_what_the_model_takes() -> None:
+    short = build_device_map(_small(3, max_position_embeddings=128), 2, purpose="training")
+    assert short.counts == "peak of training (1 x 128 tokens, bf16-mixed, adamw)"
+
+
+def test_a_spec_alone_cannot_be_traced() -> None:
+    with pytest.raises(ConfigError, match="a ModelSpec has no module to run"):
+        build_device_map(read_spec(_small(2)), 2, purpose="training")
+
+
+@pytest.mark.parametrize("task", ["reward", "value", "process-reward"])
+def test_other_tasks_train_too(task: str) -> None:
+    device_map = build_device_map(_small(4), 2, purpose="training", task=task, seq_len=64)
+    assert set(device_map.loads) == {0, 1}
+
+
+def test_it_is_kept_in_a_file(tmp_path: Any) -> None:
+    device_map = build_device_map(_small(4), 2, purpose="training", seq_len=64)
+    device_map.save(tmp_path / "map.json")
+    read = DeviceMap.load(tmp_path / "map.json")
+    assert (read, read.loads, read.counts, read.purpose) == (
+        device_map,
+        device_map.loads,
+        device_map.counts,
+        "training",
+    )
+
+
+def test_a_picture(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    build_device_map(_small(4), 2, purpose="training", seq_len=64, max_memory={0: "1GiB"}).draw(tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
