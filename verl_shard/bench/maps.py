@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_shard.bench.rivals import accelerate_map, answer, build
+from verl_shard.bench.rivals import accelerate_map, answer, build, quiet
 from verl_shard.bench.start import machine
 from verl_shard.common.errors import DoesNotFitError, RunError
 from verl_shard.common.files import write_whole
@@ -74,6 +74,7 @@ def optimum(sizes: Sequence[int], n_gpus: int) -> int:
 
 def bench_maps(*, quick: bool, other_transformers: str | None, result: Path | None) -> None:
     """Runs all of it, prints the tables, and writes JSON when `result` is given."""
+    quiet()
     models = zoo()[:6] if quick else zoo()
     err.print("Timing maps")
     speeds = {entry["name"]: _speed(entry, turns=3 if quick else 7) for entry in models}
@@ -197,7 +198,6 @@ def _answer_of(version: str, cells: Any) -> list[list[Any]]:
             "-q",
             "--target",
             folder,
-            "--no-deps",
             f"transformers=={version}",
         ]
         if subprocess.run(pip).returncode:
@@ -213,6 +213,8 @@ def _answer_of(version: str, cells: Any) -> list[list[Any]]:
         if done.returncode:
             raise RunError(f"transformers {version} made no maps: {done.stderr.strip().splitlines()[-1]}")
         answers: list[list[Any]] = json.loads(done.stdout)
+        if all(isinstance(made, str) for row in answers for made in row):
+            raise RunError(f"transformers {version} made no maps: {answers[0][0]}")
         return answers
 
 

@@ -17,6 +17,14 @@ from typing import Any
 Cells = Sequence[tuple[int, int | None]]
 
 
+def quiet() -> None:
+    """Both say of every GPU that it is not there."""
+    import logging
+
+    for name in ("accelerate", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def build(model_type: str, auto: str, fields: dict[str, Any]) -> Any:
     """The model on meta, as transformers and accelerate build one to map it."""
     import torch
@@ -70,4 +78,5 @@ def answer(cells: Sequence[tuple[str, str, dict[str, Any], Cells]]) -> list[list
 
 
 if __name__ == "__main__":
+    quiet()
     json.dump(answer(json.load(sys.stdin)), sys.stdout)

@@ -15,7 +15,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     """A rich table; the first column is left-aligned and the others, numbers mostly, are right-aligned."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for index, name in enumerate(columns):
-        made.add_column(name, justify="left" if index == 0 else "right")
+        made.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         made.add_row(*(str(cell) for cell in row))
     return made

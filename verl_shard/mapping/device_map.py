@@ -99,7 +99,7 @@ class DeviceMap(dict[str, DeviceId]):
             if limited:
                 row.append("no limit" if stage.cap is None else format_bytes(stage.cap - stage.n_bytes))
             rows.append(row)
-        columns += ["left of its limit"] if limited else []
+        columns += ["head-room"] if limited else []
         fullest = max(self.stages, key=lambda stage: stage.n_bytes, default=None)
         if trained and fullest is not None:
             heading = f"{self.model}: {self.counts}: {format_bytes(fullest.n_bytes)} on the fullest"

@@ -33,9 +33,11 @@ def draw(device_map: DeviceMap, path: Path) -> None:
             ends = [row - 0.4, row + 0.4]
             axes.plot([limit, limit], ends, color=ACCENT, linewidth=2, label="limit" if first else None)
             widest = max(widest, limit)
-    for row, (stage, end) in enumerate(zip(stages, left, strict=True)):
+    for row, (stage, end, limit) in enumerate(zip(stages, left, limits, strict=True)):
         held = ", ".join(stage.pieces)
-        axes.text(end + widest * 0.01, row, f"{end:.2f} GiB   {_short(held)}", va="center", fontsize=8)
+        axes.text(
+            max(end, limit or 0.0) + widest * 0.01, row, f"{end:.2f} GiB   {_short(held)}", va="center", fontsize=8
+        )
     axes.set_yticks(list(rows), [device_label(stage.device) for stage in stages])
     axes.invert_yaxis()
     axes.set_xlim(0, widest * 1.6)
