@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from verl_shard.common.errors import ConfigError
-from verl_shard.common.files import append_json_line, check_writable_folder, claim_once, read_json_lines, write_whole
+from verl_shard.common.files import (
+    JsonTail,
+    append_json_line,
+    check_writable_folder,
+    claim_once,
+    read_json_lines,
+    write_whole,
+)
 
 
 def test_write_whole_replaces_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -40,7 +47,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     code = (
-        "import sys; from pathlib import Path; from verl_shard.common.files import append_json_line\n"
+        "import sys; from pathlib import Path; from verl_shard.common.files import JsonTail, append_json_line\n"
         "for number in range(50):\n"
         "    append_json_line(Path(sys.argv[1]), {'writer': sys.argv[2], 'number': number, 'fill': 'x' * 500})"
     )
@@ -103,3 +110,17 @@ def test_a_file_system_that_refuses_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "touch", fail)
     with pytest.raises(ConfigError, match=r"cannot be written \(Read-only file system\)"):
         check_writable_folder(tmp_path / "new", "--out")
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    tail = JsonTail(path)
+    assert tail.new() == []
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"a": 1}\n{"a": 2}\n{"a"')
+        file.flush()
+        assert tail.new() == [{"a": 1}, {"a": 2}]
+        assert tail.new() == []
+        file.write(': "\u00e9"}\n')
+        file.flush()
+        assert tail.new() == [{"a": "\u00e9"}]

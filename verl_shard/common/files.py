@@ -42,6 +42,26 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+class JsonTail:
+    """A file of JSON lines that another process is writing, read as it grows: each line once, and only whole ones."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The lines that have come since the last call; none while there is no file."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._position)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
 def claim_once(path: Path, text: str) -> bool:
     """True for the first process that claims `text` in the file `path`; False for every later one.
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_shard.common.errors import RunError
-from verl_shard.common.files import read_json_lines
+from verl_shard.common.files import JsonTail
 from verl_shard.common.notices import RUN_DIR_VARIABLE, record_event
 from verl_shard.config.run_folder import Launch, RunFolder
 from verl_shard.verl_plugin.fork_server import LAUNCH_MARK, ForkServer
@@ -82,17 +82,15 @@ def run_verl(
         command = [*server.command, *command[1:], interpreter]
     record_event("launch", folder=run.path, number=launch.number, after_step=launch.after_step)
     with launch.log_file.open("wb") as log, _started(command, log, env) as process:
-        seen, stepped = 0, False
+        metrics, stepped = JsonTail(launch.metrics_file), False
         while True:
             # Asked before reading, so that what was written just before the end is read too.
             ended = process.poll() is not None
-            records = list(read_json_lines(launch.metrics_file))
-            for record in records[seen:]:
+            for record in metrics.new():
                 if "timing_s/step" in record["data"] and not stepped:
                     stepped = True
                     record_event("first-step", folder=run.path, number=launch.number, step=record["step"])
                 on_record(record)
-            seen = len(records)
             on_look()
             if ended:
                 break
