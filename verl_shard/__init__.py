@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from verl_shard.mapping.build import build_device_map as build_device_map
     from verl_shard.mapping.check import check_device_map as check_device_map
     from verl_shard.mapping.device_map import DeviceMap as DeviceMap
+    from verl_shard.memory.estimate import MemoryEstimate as MemoryEstimate
+    from verl_shard.memory.estimate import estimate_memory as estimate_memory
     from verl_shard.runtime.load import load_sharded as load_sharded
 
 _HOME = {
     "build_device_map": "verl_shard.mapping.build",
     "check_device_map": "verl_shard.mapping.check",
     "DeviceMap": "verl_shard.mapping.device_map",
+    "estimate_memory": "verl_shard.memory.estimate",
+    "MemoryEstimate": "verl_shard.memory.estimate",
     "load_sharded": "verl_shard.runtime.load",
     "Finding": "verl_shard.common.errors",
     "ShardError": "verl_shard.common.errors",

@@ -16,7 +16,7 @@ from verl_shard.bench.maps import zoo
 from verl_shard.common.errors import ConfigError
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import KINDS
-from verl_shard.memory.run_pass import record_training
+from verl_shard.memory.run_pass import record
 from verl_shard.memory.trace import Trace, trace
 from verl_shard.models.meta import config_for
 from verl_shard.models.read import read_model, spec_of_config
@@ -79,7 +79,7 @@ def test_folded_is_whole(name: str) -> None:
     kwargs.update({"layer_types": kwargs["layer_types"][:13]} if "layer_types" in kwargs else {})
     spec, module = _model(_config({"model_type": entry["model_type"], **kwargs}))
     wanted = PassSpec(batch_size=2, seq_len=64, gradient_checkpointing=name in _CHECKPOINTED, in_flight=2)
-    short, whole = (record_training(spec, module, wanted, fold=fold) for fold in (True, False))
+    short, whole = (record(spec, module, wanted, fold=fold) for fold in (True, False))
     assert len(short.events) == len(whole.events)
     assert short.flops == whole.flops
     assert short.flops_in_backward == whole.flops_in_backward

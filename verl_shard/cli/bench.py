@@ -35,10 +35,22 @@ def maps(
     bench_maps(quick=quick, other_transformers=other_transformers, result=out)
 
 
+def memory(
+    out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
+    seed: Annotated[int, typer.Option(help="Other shapes are drawn for another seed.")] = 0,
+    rows: Annotated[int, typer.Option(help="How many passes to run.", min=1)] = 40,
+) -> None:
+    """How right memory estimates are: real passes on this machine's first GPU, with shapes drawn from the seed."""
+    from verl_shard.bench.memory import bench_memory
+
+    bench_memory(seed=seed, n=rows, result=out)
+
+
 def add_to(app: typer.Typer) -> None:
     """Adds the verb and its measurements."""
     bench = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
     bench.command("start")(start)
     bench.command("maps")(maps)
+    bench.command("memory")(memory)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")

@@ -30,7 +30,9 @@ class PassSpec:
         again during its step; "adamw-fused" does without; "sgd" is plain, with no state.
     gradient_checkpointing: activations inside of a block are computed again in the backward.
     attn_implementation: "sdpa" and "flash_attention_2" have the memory of a fused kernel, "eager" holds every score.
+    lora_rank: train low-rank adapters of this rank on all linear layers, in fp32, instead of the weights; 0 is none.
     logits_to_keep: compute the logits of so many last positions only; None is all.
+    new_tokens: for "generate", the tokens that follow the seq_len of the prompt.
     loss: "causal-lm" is transformers' own (logits in fp32); "value" is a clipped value loss; "ppo" takes the
         log-probability of each token and a clipped ratio; by default by what the model computes.
     in_flight: micro-batches whose forwards are all issued before the one backward.
@@ -45,7 +47,9 @@ class PassSpec:
     optimizer: Optimizer = "adamw"
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
+    lora_rank: int = 0
     logits_to_keep: int | None = None
+    new_tokens: int = 0
     loss: Loss | None = None
     in_flight: int = 1
 
@@ -66,6 +70,10 @@ class PassSpec:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 faults.append(_fault(name, value, "a whole number of 1 or more is needed", "Give 1 or more"))
+        for name in ("lora_rank", "new_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                faults.append(_fault(name, value, "a whole number of 0 or more is needed", "Give 0 or more"))
         checkpointing: object = self.gradient_checkpointing
         if not isinstance(checkpointing, bool):
             faults.append(_fault("gradient_checkpointing", checkpointing, "not a bool", "Use True or False"))
@@ -82,6 +90,11 @@ class PassSpec:
     def weight_dtype(self) -> torch.dtype:
         """The dtype in which weights are held."""
         return torch.bfloat16 if self.used_precision == "bf16" else torch.float32
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence at the end of the pass."""
+        return self.seq_len + (self.new_tokens if self.phase == "generate" else 0)
 
     @property
     def tokens(self) -> int:

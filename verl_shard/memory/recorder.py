@@ -11,7 +11,8 @@ from __future__ import annotations
 import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +106,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The number of a tensor's storage, if it was seen."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[0]
+
+    @contextmanager
+    def at(self, block: int) -> Iterator[None]:
+        """While it is on, `block` is the one that runs."""
+        slot = next(index for index, (owner, _) in enumerate(self._slots[1:], 1) if owner == block)
+        self._enter(slot)()
+        try:
+            yield
+        finally:
+            self._leave()
 
     def by_operand(self, on: bool) -> None:
         """While on, what an operation makes belongs to the Block of its operand: the optimizer's step."""

@@ -9,9 +9,9 @@ import numpy as np
 
 from verl_shard.models.spec import ModelSpec
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "logits")
+KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache")
 """What a storage is, by its index here."""
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS = range(len(KINDS))
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, KV_CACHE = range(len(KINDS))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,9 @@
-"""Runs a pass of a model without memory under the Recorder."""
+"""Records a pass of a model without memory: builds it of fake tensors, runs it, and says what each storage was."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,25 @@ from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.memory.fake_model import fill_with_fakes, set_attention, set_checkpointing, without_memory
 from verl_shard.memory.fold import find_fold, fold_module, fold_pieces, unfold
 from verl_shard.memory.passes import PassSpec
+from verl_shard.memory.phases import Running, generate, score, train
 from verl_shard.memory.recorder import Recorder
-from verl_shard.memory.recording import ACTIVATIONS, GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS, Pieces, Recording
-from verl_shard.memory.stand_ins import as_on_gpu
+from verl_shard.memory.recording import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KV_CACHE,
+    LOGITS,
+    OPTIMIZER,
+    WEIGHTS,
+    Pieces,
+    Recording,
+)
 from verl_shard.models.meta import positions_of
 from verl_shard.models.read import kept_in_fp32
 from verl_shard.models.spec import ModelSpec
 
 
-def record_training(spec: ModelSpec, module: nn.Module, wanted: PassSpec, *, fold: bool = True) -> Recording:
-    """One step of training in the steady state: optimizer states are there, gradients are not.
+def record(spec: ModelSpec, module: nn.Module, wanted: PassSpec, *, fold: bool = True) -> Recording:
+    """One pass in the steady state: when training, optimizer states are there and gradients are not.
 
     With several micro-batches in flight two are run; what more of them keep is added by whoever reads `kept`.
     fold: run a long chain of equal blocks short, which gives the same.
@@ -36,33 +44,38 @@ def record_training(spec: ModelSpec, module: nn.Module, wanted: PassSpec, *, fol
     copied = without_memory(module)
     config = getattr(copied, "config", None)
     if isinstance(config, PretrainedConfig):
-        config.use_cache = False
+        config.use_cache = wanted.phase == "generate"
     set_attention(copied, wanted.attn_implementation)
     pieces = Pieces.of(spec)
     names = [block.names[0] for block in spec.blocks if block.kind == "block" and len(block.names) == 1]
     n_before = next((i for i, block in enumerate(spec.blocks) if block.kind == "block"), 0)
     found = find_fold(copied, names, n_before) if fold else None
     if found is None:
-        return _record(spec, pieces, copied, wanted)
+        return _record(spec, pieces, names, copied, wanted)
     whole = without_memory(copied)
     fold_module(copied, names, found, n_before)
+    folded = fold_pieces(pieces, names, found, n_before)
+    kept = names[: len(names) - len(found.left_out)]
     try:
-        recording = unfold(_record(spec, fold_pieces(pieces, names, found, n_before), copied, wanted), found)
+        recording = unfold(_record(spec, folded, kept, copied, wanted), found)
     except ConfigError:  # a model that counts its layers; run whole it says what is wrong, if anything is
         recording = None
-    return _record(spec, pieces, whole, wanted) if recording is None else recording
+    return _record(spec, pieces, names, whole, wanted) if recording is None else recording
 
 
-def _record(spec: ModelSpec, pieces: Pieces, module: nn.Module, wanted: PassSpec) -> Recording:
+def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.Module, wanted: PassSpec) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fill_with_fakes(module, mode, wanted.weight_dtype, kept_in_fp32(module, wanted.weight_dtype))
-    module.train()
-    set_checkpointing(module, wanted.gradient_checkpointing)
+    training = wanted.phase == "train"
+    fill_with_fakes(module, mode, wanted.weight_dtype, _in_fp32(module, wanted))
+    module.train(training)
+    if not training:
+        module.requires_grad_(False)
+    set_checkpointing(module, training and wanted.gradient_checkpointing)
     recorder = Recorder(pieces)
     recorder.watch(module)
     with mode:
-        optimizer = _optimizer(module, wanted)
-        inputs = [_inputs(wanted) for _ in range(2 if wanted.in_flight > 1 else 1)]
+        optimizer = _optimizer(module, wanted) if training else None
+        inputs = [_inputs(wanted) for _ in range(2 if training and wanted.in_flight > 1 else 1)]
         parameters = dict(module.named_parameters())
         for name, tensor in [*parameters.items(), *module.named_buffers()]:
             recorder.add_static(tensor, pieces.of_tensor(name))
@@ -78,13 +91,24 @@ def _record(spec: ModelSpec, pieces: Pieces, module: nn.Module, wanted: PassSpec
             for tensor in given.values():
                 recorder.add_static(tensor, 0)
         n_static = len(recorder.events)
-        ran = _run(recorder, module, spec, wanted, inputs, optimizer)
+        running = Running(recorder, module, spec, wanted, inputs, optimizer, [pieces.block_of[name] for name in blocks])
+        run = {"train": train, "forward": score, "generate": generate}[wanted.phase]
+        try:
+            ran = run(running)
+        except ConfigError:
+            raise
+        except Exception as error:
+            why = f"its pass fails without memory ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            fix = 'Maps with purpose="inference" need no pass; please report the model'
+            raise config_error("cannot-trace", "model", spec.name, why, fix) from error
 
     kinds = np.full(len(recorder.sizes), ACTIVATIONS, dtype=np.int8)
     kinds[np.frombuffer(recorder.in_head, dtype=np.uint8).astype(bool)] = LOGITS
     kinds[:n_weights], kinds[n_weights:n_states] = WEIGHTS, OPTIMIZER
     kinds[sorted(ran.gradients)] = GRADIENTS
-    kinds[ran.n_before_step :] = OPTIMIZER
+    kinds[sorted(ran.cache)] = KV_CACHE
+    if ran.n_before_step is not None:
+        kinds[ran.n_before_step :] = OPTIMIZER
     return Recording(
         sizes=np.array(recorder.sizes, dtype=np.int64),
         owners=np.array(recorder.owners, dtype=np.int32),
@@ -101,92 +125,16 @@ def _record(spec: ModelSpec, pieces: Pieces, module: nn.Module, wanted: PassSpec
     )
 
 
-@dataclass
-class _Ran:
-    marks: list[tuple[str, int]]
-    kept: np.ndarray
-    gradients: set[int]
-    n_before_step: int
-    """Storages before the optimizer's step."""
-
-
-def _run(
-    recorder: Recorder,
-    module: nn.Module,
-    spec: ModelSpec,
-    wanted: PassSpec,
-    inputs: list[dict[str, torch.Tensor]],
-    optimizer: torch.optim.Optimizer | None,
-) -> _Ran:
-    marks = [("forward", len(recorder.events))]
-    mixed = wanted.used_precision == "bf16-mixed"
-    with ExitStack() as stack:
-        stack.enter_context(as_on_gpu(recorder.add_attention, recorder.add_product))
-        stack.enter_context(recorder)
-        live_before = _live(recorder)
-        losses, outputs = [], []
-        kept = np.zeros(recorder.n_blocks, dtype=np.int64)
-        for given in inputs:
-            with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
-                loss, output = _loss(module, spec, wanted, given)
-                losses.append(loss)
-                outputs.append(output)  # as in a plain loop, where its name outlives the backward
-                del loss, output
-            if len(losses) == 1:
-                kept = _live(recorder) - live_before
-        loss = losses[0] if len(losses) == 1 else losses[0] + losses[1]
-        del losses
-        marks.append(("backward", len(recorder.events)))
-        loss.backward()  # type: ignore[no-untyped-call]
-        del loss, outputs
-        numbers = {recorder.number_of(p.grad) for p in module.parameters() if p.grad is not None}
-        n_before_step = len(recorder.sizes)
-        if optimizer is not None:
-            marks.append(("optimizer", len(recorder.events)))
-            recorder.by_operand(True)
-            optimizer.step()
-    return _Ran(marks, kept, {number for number in numbers if number is not None}, n_before_step)
-
-
-def _live(recorder: Recorder) -> np.ndarray:
-    """Bytes that are allocated now, by Block."""
-    events = np.array(recorder.events, dtype=np.int64)
-    numbers = np.abs(events) - 1
-    sizes = np.array(recorder.sizes, dtype=np.int64)[numbers] * np.sign(events)
-    live = np.zeros(recorder.n_blocks, dtype=np.int64)
-    np.add.at(live, np.array(recorder.owners, dtype=np.int64)[numbers], sizes)
-    return live
-
-
-def _loss(
-    module: nn.Module, spec: ModelSpec, wanted: PassSpec, given: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, Any]:
-    """The loss, and what the model returned."""
-    kind = wanted.loss or {"causal-lm": "causal-lm", "value": "value"}.get(spec.task)
-    labels = dict(given)
-    if kind == "causal-lm" and wanted.logits_to_keep is None:
-        labels["labels"] = given["input_ids"]
-    elif wanted.logits_to_keep is not None:
-        labels["logits_to_keep"] = wanted.logits_to_keep  # type: ignore[assignment]
-    try:
-        result = module(**labels) if hasattr(module, "config") else module(given["input_ids"])
-    except ConfigError:
-        raise
-    except Exception as error:
-        why = f"its forward fails without memory ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        fix = 'Use purpose="inference", which needs no pass; and report the model'
-        raise config_error("cannot-trace", "model", spec.name, why, fix) from error
-    loss = getattr(result, "loss", None)
-    if loss is not None:
-        return loss, result
-    out = getattr(result, "logits", None)
-    if out is None:
-        out = result if isinstance(result, torch.Tensor) else result[0]
-    return out.float().sum(), result
-
-
 def _inputs(wanted: PassSpec) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.zeros(wanted.batch_size, wanted.seq_len, dtype=torch.long)}
+
+
+def _in_fp32(module: nn.Module, wanted: PassSpec) -> re.Pattern[str] | None:
+    """Parameters in fp32 whatever the precision: those that transformers keeps so, and adapters, as peft makes them."""
+    kept = kept_in_fp32(module, wanted.weight_dtype)
+    if wanted.lora_rank == 0:
+        return kept
+    return re.compile(r"(^|\.)lora_" if kept is None else rf"(^|\.)lora_|{kept.pattern}")
 
 
 def _optimizer(module: nn.Module, wanted: PassSpec) -> torch.optim.Optimizer | None:
@@ -205,15 +153,17 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
+            state: dict[str, Any] = {
                 "step": torch.tensor(1.0),  # fake tensors keep the value of such a constant
                 "exp_avg": torch.empty_like(parameter),
                 "exp_avg_sq": torch.empty_like(parameter),
             }
+            optimizer.state[parameter] = state
 
 
 def _check_positions(module: nn.Module, wanted: PassSpec) -> None:
     positions = positions_of(module)
-    if positions is not None and wanted.seq_len > positions:
+    if positions is not None and wanted.length > positions:
+        given = f"{wanted.seq_len}" + (f" + {wanted.new_tokens}" if wanted.length > wanted.seq_len else "")
         why = f"the model has {positions} positions"
-        raise config_error("too-long", "seq_len", wanted.seq_len, why, f"Give {positions} or less")
+        raise config_error("too-long", "seq_len", given, why, f"Give {positions} or less in all")

@@ -8,7 +8,7 @@ over time a difference of prefix sums over blocks, plus what crosses in, and its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,8 +17,8 @@ import numpy as np
 from torch import nn
 
 from verl_shard.memory.passes import PassSpec
-from verl_shard.memory.recording import KINDS, Recording
-from verl_shard.memory.run_pass import record_training
+from verl_shard.memory.recording import KINDS, OPTIMIZER, Recording
+from verl_shard.memory.run_pass import record
 from verl_shard.models.spec import ModelSpec
 
 
@@ -28,7 +28,7 @@ def trace(spec: ModelSpec, module: nn.Module, wanted: PassSpec) -> Trace:
     module: on meta or with weights; it is not changed and none of its weights is read.
     Raises ConfigError when its forward cannot be traced.
     """
-    return Trace.of(record_training(spec, module, wanted), wanted)
+    return Trace.of(record(spec, module, wanted), wanted)
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,45 @@ class Trace:
     def peak(self, i: int, j: int) -> int:
         """The peak, in bytes, of a GPU that holds blocks i..j-1."""
         return int(self.peaks[i, j])
+
+    def kinds_at_peak(self, blocks: Collection[int]) -> list[int]:
+        """Bytes of each kind in KINDS when a GPU that holds these blocks is fullest."""
+        held = self.kinds[:, list(blocks)].sum(axis=1)
+        sizes: list[int] = held[held.sum(axis=1).argmax()].tolist()
+        return sizes
+
+    def events_of(self, blocks: Collection[int]) -> tuple[list[int], list[int], list[tuple[str, int, int]]]:
+        """What a GPU that holds these blocks allocates and releases: sizes of what is there before, sizes of the
+        optimizer's states, and the pass as (phase, storage, size), with size -1 for a release.
+
+        A copy of what another GPU made is a storage of its own, from the first time that it is read here.
+        """
+        r = self.recording
+        mine = np.isin(r.owners, list(blocks))
+        before = [int(event) - 1 for event in r.events[: r.n_static] if event > 0 and mine[event - 1]]
+        states = [int(r.sizes[number]) for number in before if r.kinds[number] == OPTIMIZER]
+        static = [int(r.sizes[number]) for number in before if r.kinds[number] != OPTIMIZER]
+        copied: dict[int, list[int]] = defaultdict(list)
+        seen: set[int] = set()
+        for at, number, block in r.uses:
+            if block in blocks and not mine[number] and number not in seen:
+                seen.add(number)
+                copied[at].append(number)
+        names = {at: name for name, at in r.marks}
+        events: list[tuple[str, int, int]] = []
+        phase = ""
+        offset = len(r.sizes)  # copies are numbered after all storages
+        for at in range(r.n_static, len(r.events)):
+            phase = names.get(at, phase)
+            for number in copied.get(at, ()):
+                events.append((phase, offset + number, int(r.sizes[number])))
+            event = int(r.events[at])
+            number = abs(event) - 1
+            if mine[number]:
+                events.append((phase, number, int(r.sizes[number]) if event > 0 else -1))
+            elif event < 0 and number in seen:
+                events.append((phase, offset + number, -1))
+        return static, states, events
 
     @property
     def phase_peaks(self) -> dict[str, int]:

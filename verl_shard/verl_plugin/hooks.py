@@ -14,6 +14,8 @@ from typing import Any
 
 from packaging.version import Version
 
+from verl_shard.memory.losses import log_probs_of_labels
+
 SUPPORTED = (Version("0.9.1"), Version("0.10"))
 """The first verl this plugin was run with, and the first it is not meant for."""
 
@@ -186,30 +188,6 @@ def patch_fused_kernels(module: Any, model_config: Any) -> None:
         use_fused_kernels=True,
         fused_kernels_backend=options.get("impl_backend", None),
     )
-
-
-CHUNK = 2**24
-"""Logits that are worked on at once: 64 MiB in fp32."""
-
-
-def log_probs_of_labels(logits: Any, labels: Any) -> Any:
-    """log_softmax(logits)[labels], in chunks of rows. logits: (..., vocabulary); labels: (...); returns (...).
-
-    In place of verl's `logprobs_from_logits_v2`, which it uses where flash-attn is not installed and which goes through the
-    tokens one by one to save memory: half of a small model's forward and backward. A chunk keeps both. As there, fp32 takes the
-    difference to logsumexp, which saves no second copy of the logits for the backward, and other dtypes log_softmax.
-    """
-    import torch
-
-    flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1, 1)
-    rows = max(1, CHUNK // flat.shape[-1])
-    pieces = []
-    for piece, label in zip(flat.split(rows), wanted.split(rows), strict=True):
-        if piece.dtype in (torch.float32, torch.float64):
-            pieces.append(piece.gather(-1, label).squeeze(-1) - torch.logsumexp(piece, dim=-1))
-        else:
-            pieces.append(torch.log_softmax(piece, dim=-1).gather(-1, label).squeeze(-1))
-    return torch.cat(pieces).view(labels.shape)
 
 
 def log_probs_in_chunks() -> None:

@@ -1,0 +1,204 @@
+"""estimate_memory: what a pass of a model takes on its GPU or GPUs, before any of it is run."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import PretrainedConfig
+
+from verl_shard.common.errors import MissingExtraError, config_error
+from verl_shard.common.tables import table
+from verl_shard.common.units import format_bytes
+from verl_shard.memory.allocator import replay
+from verl_shard.memory.constants import HANDLES, cublas_workspace
+from verl_shard.memory.passes import PassSpec, pass_spec
+from verl_shard.memory.recording import ACTIVATIONS, GRADIENTS, KINDS, KV_CACHE, LOGITS, OPTIMIZER, WEIGHTS
+from verl_shard.memory.run_pass import record
+from verl_shard.memory.trace import Trace
+from verl_shard.models.meta import positions_of
+from verl_shard.models.read import read_model, spec_of_module
+from verl_shard.models.spec import ModelSpec
+
+SCHEMA = "verl_shard/memory_estimate/1"
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one GPU; with a device_map on the fullest, and for each under `gpus`.
+
+    weights to workspace are what is there at the peak. forward_peak, backward_peak and optimizer_peak are of a step in
+    the steady state (from the second on); for "forward" and "generate" forward_peak alone. peak is what
+    torch.cuda.max_memory_allocated would say, reserved what max_memory_reserved would: what the caching allocator has
+    taken from the driver. The driver's own context comes on top (see memory/constants.py).
+    """
+
+    model: str
+    what: str
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    kv_cache: int
+    workspace: int
+    forward_peak: int
+    backward_peak: int
+    optimizer_peak: int
+    peak: int
+    reserved: int
+    phases: Mapping[str, int]
+    """The peak of each part of the pass, by name."""
+    gpus: Mapping[Any, MemoryEstimate] = field(default_factory=dict)
+
+    def report(self, width: int = 100) -> str:
+        """A table for people: the parts at the peak, the phases, and with a device_map one row a GPU."""
+        text = io.StringIO()
+        console = Console(file=text, width=width, highlight=False, color_system=None)
+        console.print(f"{self.model}: {self.what}")
+        if self.gpus:
+            columns = ["GPU", "weights", "gradients", "optimizer", "activations", "logits", "peak", "reserved"]
+            rows = [[gpu, *(format_bytes(getattr(e, name)) for name in columns[1:])] for gpu, e in self.gpus.items()]
+            if any(e.kv_cache for e in self.gpus.values()):
+                columns.insert(6, "kv_cache")
+                for row, e in zip(rows, self.gpus.values(), strict=True):
+                    row.insert(6, format_bytes(e.kv_cache))
+            console.print(table("", columns, rows))
+        else:
+            parts = [(name, getattr(self, name)) for name in (*KINDS, "workspace") if getattr(self, name)]
+            console.print(table("", ("at the peak", "bytes"), [(name, format_bytes(size)) for name, size in parts]))
+            peaks = [(name, format_bytes(size)) for name, size in self.phases.items()]
+            console.print(table("", ("phase", "peak"), peaks))
+        fullest = "on the fullest GPU " if self.gpus else ""
+        console.print(f"peak {fullest}{format_bytes(self.peak)}, reserved by torch {format_bytes(self.reserved)}")
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip()) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, opening with the schema."""
+        return {"schema": SCHEMA, **asdict(self), "gpus": {str(gpu): asdict(e) for gpu, e in self.gpus.items()}}
+
+
+def estimate_memory(
+    model: str | os.PathLike[str] | PretrainedConfig | nn.Module,
+    *,
+    phase: str = "train",
+    device_map: Mapping[str, Any] | None = None,
+    task: str | None = None,
+    no_split_module_classes: Collection[str] | None = None,
+    trust_remote_code: bool = False,
+    **pass_fields: Any,
+) -> MemoryEstimate:
+    """What a pass takes, traced over tensors without memory: no GPU, no weights, about a second.
+
+    model: a hub id or folder (config.json only), a PretrainedConfig, or a module, which is not changed.
+    phase: "train" is a step of training, "forward" a pass without gradients, "generate" the prompt and the new tokens.
+    device_map: names to GPUs, as from build_device_map; the estimate is then made for each.
+    task: of an id, folder or configuration: "causal-lm", "reward", "process-reward" or "value".
+    pass_fields: batch_size, seq_len, precision, optimizer, gradient_checkpointing, attn_implementation, lora_rank,
+        logits_to_keep, new_tokens, loss, in_flight: see PassSpec.
+
+    Raises ConfigError for what cannot be meant: an unknown keyword or value, a length beyond the positions, a model
+    that cannot be run.
+    """
+    wanted = pass_spec(pass_fields, phase=phase)
+    spec, module = read_model(
+        model,
+        task=task,
+        dtype=wanted.weight_dtype,
+        no_split_module_classes=no_split_module_classes,
+        trust_remote_code=trust_remote_code,
+    )
+    if "seq_len" not in pass_fields and (positions := positions_of(module)) is not None:
+        wanted = pass_spec({**pass_fields, "seq_len": min(wanted.seq_len, positions)}, phase=phase)
+    if wanted.lora_rank:
+        spec, module = _with_lora(spec, module, wanted)
+    traced = Trace.of(record(spec, module, wanted), wanted)
+    what = describe(wanted)
+    if device_map is None:
+        return _of_blocks(spec, traced, wanted, what, range(len(spec.blocks)))
+    if wanted.lora_rank:
+        device_map = {f"base_model.model.{name}" if name else name: gpu for name, gpu in device_map.items()}
+    path = spec.devices_of(device_map)
+    gpus = {
+        gpu: _of_blocks(spec, traced, wanted, what, [i for i, at in enumerate(path) if at == gpu])
+        for gpu in dict.fromkeys(path)
+    }
+    fullest = max(gpus.values(), key=lambda estimate: estimate.peak)
+    return MemoryEstimate(**{**vars(fullest), "gpus": gpus})
+
+
+def describe(wanted: PassSpec) -> str:
+    """A pass in words."""
+    lengths = f"{wanted.seq_len}" + (f" + {wanted.new_tokens}" if wanted.new_tokens else "")
+    words = [f"{wanted.batch_size} x {lengths} tokens", wanted.used_precision]
+    if wanted.phase == "train":
+        words.append(wanted.optimizer)
+    if wanted.gradient_checkpointing:
+        words.append("gradient checkpointing")
+    if wanted.attn_implementation != "sdpa":
+        words.append(wanted.attn_implementation)
+    if wanted.lora_rank:
+        words.append(f"LoRA of rank {wanted.lora_rank}")
+    if wanted.in_flight > 1:
+        words.append(f"{wanted.in_flight} micro-batches in flight")
+    name = {"train": "training", "forward": "a forward pass", "generate": "generation"}[wanted.phase]
+    return f"{name} ({', '.join(words)})"
+
+
+def _of_blocks(spec: ModelSpec, traced: Trace, wanted: PassSpec, what: str, blocks: Collection[int]) -> MemoryEstimate:
+    """The estimate of a GPU that holds these blocks."""
+    static, states, events = traced.events_of(blocks)
+    replayed = replay(static, states, events, steps=3 if wanted.phase == "train" else 2)
+    workspace = HANDLES[wanted.phase] * cublas_workspace().n_bytes
+    more = max(wanted.in_flight - 2, 0) * int(traced.recording.kept[list(blocks)].sum())
+    phases = {
+        name: peak + workspace + (more if name in ("forward", "backward") else 0)
+        for name, peak in replayed.phase_peaks.items()
+    }
+    peak = max(phases.values())
+    kinds = traced.kinds_at_peak(blocks)
+    forward = max(phases.get(name, 0) for name in ("forward", "prefill", "decode"))
+    return MemoryEstimate(
+        model=spec.name,
+        what=what,
+        weights=kinds[WEIGHTS],
+        gradients=kinds[GRADIENTS],
+        optimizer=kinds[OPTIMIZER],
+        activations=kinds[ACTIVATIONS],
+        logits=kinds[LOGITS],
+        kv_cache=kinds[KV_CACHE],
+        workspace=workspace,
+        forward_peak=forward,
+        backward_peak=phases.get("backward", 0),
+        optimizer_peak=phases.get("optimizer", 0),
+        peak=peak,
+        reserved=replayed.reserved + workspace + more,
+        phases=phases,
+    )
+
+
+def _with_lora(spec: ModelSpec, module: nn.Module, wanted: PassSpec) -> tuple[ModelSpec, nn.Module]:
+    """The model under adapters on all its linear layers, as peft makes them."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingExtraError("lora_rank", "verl", "peft") from error
+    from verl_shard.memory.fake_model import without_memory
+
+    base: Any = without_memory(module)
+    if not isinstance(getattr(base, "config", None), PretrainedConfig):
+        raise config_error(
+            "no-lora", "lora_rank", wanted.lora_rank, "adapters go on transformers models", "Leave it out"
+        )
+    config = LoraConfig(r=wanted.lora_rank, target_modules="all-linear")
+    with torch.device("meta"):
+        adapted: Any = get_peft_model(base, config, low_cpu_mem_usage=True)
+    if wanted.gradient_checkpointing:
+        adapted.enable_input_require_grads()
+    return spec_of_module(adapted, name=spec.name, task=spec.task, dtype=wanted.weight_dtype), adapted

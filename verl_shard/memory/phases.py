@@ -1,0 +1,175 @@
+"""The three things a model is run for, on tensors without memory: training, scoring and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig
+
+from verl_shard.common.errors import config_error
+from verl_shard.memory.losses import other_loss, ppo_loss, value_loss
+from verl_shard.memory.passes import PassSpec
+from verl_shard.memory.recorder import Recorder
+from verl_shard.memory.stand_ins import as_on_gpu
+from verl_shard.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a phase works with. blocks: for each layer that runs, its Block."""
+
+    recorder: Recorder
+    module: nn.Module
+    spec: ModelSpec
+    wanted: PassSpec
+    inputs: Sequence[Mapping[str, torch.Tensor]]
+    optimizer: torch.optim.Optimizer | None
+    blocks: Sequence[int]
+
+
+@dataclass
+class Ran:
+    """What a phase came to. marks: where its parts begin, as (name, event). n_before_step: storages before the optimizer."""
+
+    marks: list[tuple[str, int]]
+    kept: np.ndarray
+    gradients: set[int] = field(default_factory=set)
+    cache: set[int] = field(default_factory=set)
+    n_before_step: int | None = None
+
+
+def train(running: Running) -> Ran:
+    """Forward of each micro-batch in flight, one backward, the optimizer's step."""
+    recorder, wanted = running.recorder, running.wanted
+    ran = Ran([("forward", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
+    mixed = wanted.used_precision == "bf16-mixed"
+    with as_on_gpu(recorder.add_attention, recorder.add_product), recorder:
+        before = _live(recorder)
+        losses, outputs = [], []
+        for given in running.inputs:
+            with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
+                loss, output = _loss(running, given)
+                losses.append(loss)
+                outputs.append(output)  # as in a plain loop, where its name outlives the backward
+                del loss, output
+            if len(losses) == 1:
+                ran.kept = _live(recorder) - before
+        loss = losses[0] if len(losses) == 1 else losses[0] + losses[1]
+        del losses
+        ran.marks.append(("backward", len(recorder.events)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss, outputs
+        numbers = {recorder.number_of(p.grad) for p in running.module.parameters() if p.grad is not None}
+        ran.gradients = {number for number in numbers if number is not None}
+        if running.optimizer is not None:
+            ran.n_before_step = len(recorder.sizes)
+            ran.marks.append(("optimizer", len(recorder.events)))
+            recorder.by_operand(True)
+            running.optimizer.step()
+    return ran
+
+
+def score(running: Running) -> Ran:
+    """One forward without gradients: log-probabilities, values, rewards."""
+    recorder, wanted = running.recorder, running.wanted
+    ran = Ran([("forward", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
+    (given,) = running.inputs
+    mixed = wanted.used_precision == "bf16-mixed"
+    with as_on_gpu(recorder.add_attention, recorder.add_product), recorder, torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
+            output = _call(running, given)
+            if wanted.loss == "ppo":
+                ppo_loss(output.logits, given["input_ids"])
+        del output
+    return ran
+
+
+def generate(running: Running) -> Ran:
+    """The prompt in one pass, and the last of the new tokens, when the cache is largest."""
+    recorder, wanted, module = running.recorder, running.wanted, running.module
+    config = getattr(module, "config", None)
+    if not isinstance(config, PretrainedConfig) or running.spec.task != "causal-lm":
+        why = "only causal language models of transformers generate"
+        raise config_error("cannot-generate", "phase", wanted.phase, why, 'Use phase="forward"')
+    ran = Ran([("prefill", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
+    (given,) = running.inputs
+    takes = "logits_to_keep" in str(getattr(module.forward, "__wrapped__", module.forward).__code__.co_varnames)
+    keep: dict[str, Any] = {"logits_to_keep": 1} if takes else {}
+    with as_on_gpu(recorder.add_attention, recorder.add_product), recorder, torch.no_grad():
+        cache = DynamicCache(config=config)
+        output = module(input_ids=given["input_ids"], past_key_values=cache, use_cache=True, **keep)
+        scores = output.logits[:, -1].float()
+        ran.cache |= _held(recorder, cache)
+        ran.marks.append(("decode", len(recorder.events)))
+        del output, scores
+        if wanted.new_tokens > 1:
+            _fill(running, cache, wanted.length - 1)
+            ran.cache |= _held(recorder, cache)
+            output = module(input_ids=given["input_ids"][:, :1], past_key_values=cache, use_cache=True, **keep)
+            scores = output.logits[:, -1].float()
+            ran.cache |= _held(recorder, cache)
+            del output, scores
+        del cache
+    return ran
+
+
+def _fill(running: Running, cache: DynamicCache, length: int) -> None:
+    """Makes the cache as it is after `length` tokens."""
+    layers = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    for layer, block in zip(layers, running.blocks, strict=True):
+        for name in ("keys", "values"):
+            old = getattr(layer, name)
+            window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+            n = length if window is None else min(length, window - 1)
+            with running.recorder.at(block):
+                grown = old.new_empty(*old.shape[:-2], n, old.shape[-1])
+            setattr(layer, name, grown)
+            del old, grown
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+
+
+def _held(recorder: Recorder, cache: DynamicCache) -> set[int]:
+    layers = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    numbers = {recorder.number_of(tensor) for layer in layers for tensor in (layer.keys, layer.values)}
+    return {number for number in numbers if number is not None}
+
+
+def _live(recorder: Recorder) -> np.ndarray:
+    """Bytes that are allocated now, by Block."""
+    events = np.array(recorder.events, dtype=np.int64)
+    numbers = np.abs(events) - 1
+    sizes = np.array(recorder.sizes, dtype=np.int64)[numbers] * np.sign(events)
+    live = np.zeros(recorder.n_blocks, dtype=np.int64)
+    np.add.at(live, np.array(recorder.owners, dtype=np.int64)[numbers], sizes)
+    return live
+
+
+def _call(running: Running, given: Mapping[str, Any]) -> Any:
+    """The model's own call; of a module that is none of transformers', the token ids alone."""
+    wanted = running.wanted
+    if not hasattr(running.module, "config"):
+        return running.module(given["input_ids"])
+    keep = {} if wanted.logits_to_keep is None else {"logits_to_keep": wanted.logits_to_keep}
+    return running.module(**given, **keep)
+
+
+def _loss(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """The loss, and what the model returned."""
+    wanted = running.wanted
+    kind = wanted.loss or {"causal-lm": "causal-lm", "value": "value"}.get(running.spec.task)
+    own = kind == "causal-lm" and wanted.logits_to_keep is None and hasattr(running.module, "config")
+    result = _call(running, {**given, "labels": given["input_ids"]} if own else given)
+    if own and getattr(result, "loss", None) is not None:
+        return result.loss, result
+    if kind == "ppo":
+        return ppo_loss(result.logits, given["input_ids"]), result
+    if kind == "value":
+        return value_loss(result.logits), result
+    return other_loss(result), result
