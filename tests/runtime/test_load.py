@@ -174,7 +174,7 @@ def test_keywords_of_the_loader_and_of_the_configuration_arrive(folder: Path) ->
         ({"device_map": "balanced", "devices": [0, 1]}, "names GPU 0, 1"),
         ({"device_map": "disk"}, "is offloaded"),
         ({"device_map": {"model": "cpu"}, "config": None}, None),
-        ({"device_map": {"model.layers": "cpu"}}, "no device for part of the model"),
+        ({"device_map": {"model.layers": "cpu"}}, "the map gives no device for 8.09 KiB of the model"),
         ({"device_map": {"model": 0, "lm_head": "cpu"}}, "is offloaded"),
         ({"max_memory": {0: "1GB"}}, "the device map cpu says already what goes where"),
         ({"devices": [0]}, "the device map cpu says already what goes where"),

@@ -142,12 +142,39 @@ def test_it_waits_briefly_until_enough_are_there(
     # Each wait is at most a twentieth of what was waited before it.
     assert all(wait <= max(SHORTEST_WAIT_S, 0.0501 * sum(waits[:index])) for index, wait in enumerate(waits))
     assert len(waits) < 200
-    # The next step's wait begins anew.
+    # The next batch is not looked for before three quarters of what this one took, and after a second at the latest.
     fake.partitions["train"] = {"b": prompt("running")}
     waits.clear()
     now[0] = 159.99
     sampler.sample(1, "train", 1)
-    assert waits[0] == SHORTEST_WAIT_S <= 0.05
+    assert waits[0] == LONGEST_WAIT_S
+
+
+def test_it_waits_for_most_of_what_the_last_batch_took(
+    queue: Callable[..., FakeQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = queue({"train": {"a": prompt("running")}, "val": {"v": prompt("running")}})
+    now, waits = [100.0], []
+    ready = [100.4]
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += seconds
+        if now[0] > ready[0]:
+            fake.partitions["train"] = {"a": prompt("finished"), "a_0_0": {}}
+            fake.partitions["val"] = {"v": prompt("finished"), "v_0_0": {}}
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    sampler = _make(Trainer())
+    sampler.sample(1, "train", 1)
+    took = sum(waits)
+    for partition, first in (("val", SHORTEST_WAIT_S), ("train", 0.75 * took)):
+        fake.partitions["train"], fake.partitions["val"] = {"a": prompt("running")}, {"v": prompt("running")}
+        waits.clear()
+        ready[0] = now[0] + 0.4
+        sampler.sample(1, partition, 1)
+        assert waits[0] == pytest.approx(first), "each partition by its own last batch"
 
 
 FAILED: Tags = {

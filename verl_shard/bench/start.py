@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,15 @@ def machine() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    packages = {name: version(name) for name in ("verl", "torch", "transformers", "ray")}
+    packages = {name: _version(name) for name in ("verl", "torch", "transformers", "accelerate", "ray")}
     return {"cpus": os.cpu_count(), "gpus": gpus, "python": platform.python_version(), "packages": packages}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def bench_start(given: Mapping[str, Any], result: Path | None) -> StartTimes:

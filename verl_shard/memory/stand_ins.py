@@ -25,15 +25,16 @@ class _FusedAttention(torch.autograd.Function):
 
     The backward holds, while it runs, an fp32 accumulator of dq, one fp32 number a row and head, and with fewer heads
     in k and v than in q their gradients at the number of q's (ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+    With a mask torch takes its memory-efficient kernel, which saves the mask too.
     q: (batch, heads, length, head size); k, v: (batch, kv heads, length of keys, head size).
     """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         batch, heads, length, _ = q.shape
         out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
         lse = q.new_empty(batch, heads, length, dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *([] if mask is None else [mask]))
         return out
 
     @staticmethod
@@ -49,7 +50,7 @@ class _FusedAttention(torch.autograd.Function):
         if k.shape[1] != heads:
             held += [t.new_empty(batch, t.shape[2], heads, t.shape[3]) for t in (k, v)]
         del held
-        return dq, dk, dv
+        return dq, dk, dv, None
 
 
 def attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
@@ -90,15 +91,31 @@ def _grouped_mm(on_product: Callable[[int], None]) -> Callable[..., torch.Tensor
 
 def _attention(on_attention: Callable[[int], None]) -> Callable[..., torch.Tensor]:
     def scaled_dot_product_attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *_: Any,
+        **__: Any,
     ) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (t.to(dtype) for t in (query, key, value))
         on_attention(attention_flops(query, key, value))
-        return _FusedAttention.apply(query, key, value)  # type: ignore[no-any-return, no-untyped-call]
+        if attn_mask is not None:
+            attn_mask = _bias(attn_mask, query.dtype)
+        return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-any-return, no-untyped-call]
 
     return scaled_dot_product_attention
+
+
+def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as the memory-efficient kernel takes it: numbers of the query's dtype, in rows of a multiple of 16 of them
+    (aten/src/ATen/native/transformers/attention.cpp, convert_boolean_attn_mask and pad_bias)."""
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, float("-inf")).to(dtype)
+    rest = -mask.shape[-1] % 16
+    return functional.pad(mask, (0, rest)) if rest else mask
 
 
 _cpu_dropout = functional.dropout
@@ -226,7 +243,7 @@ def as_on_gpu(on_attention: Callable[[int], None], on_product: Callable[[int], N
                 if hasattr(home, name):
                     replace(home, name, _in_fp32(getattr(home, name)))
         for name, value in (
-            ("_ignore_causal_mask_sdpa", lambda *_, **__: True),
+            ("is_tracing", lambda *_, **__: False),
             ("find_packed_sequence_indices", lambda *_, **__: None),
         ):
             if hasattr(masks, name):

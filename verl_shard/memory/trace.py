@@ -152,8 +152,12 @@ class Trace:
         events: list[tuple[str, int, int]] = []
         phase = ""
         offset = len(r.sizes)  # copies are numbered after all storages
-        for at in range(r.n_static, len(r.events)):
-            phase = names.get(at, phase)
+        for at in range(r.n_static, len(r.events) + 1):
+            if at in names:
+                phase = names[at]
+                events.append((phase, -1, 0))  # a phase that allocates nothing is one too: the fused optimizer's
+            if at == len(r.events):
+                break
             for number in copied.get(at, ()):
                 events.append((phase, offset + number, int(r.sizes[number])))
             event = int(r.events[at])

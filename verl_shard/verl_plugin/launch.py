@@ -24,7 +24,11 @@ from verl_shard.verl_plugin.fork_server import LAUNCH_MARK, ForkServer
 
 # A parent that is killed cannot end verl, so the kernel does it; Ray follows its driver. The program asks for that
 # itself and then becomes verl: Python code between fork and exec (preexec_fn) may hang where the parent has threads.
-_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+# A shell starts background jobs with SIGINT ignored, which would go on to verl, and it could not be ended in order.
+_WITH_PARENT = (
+    "import ctypes, os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 LOOK_S = 0.2
 GRACE_S = 15.0
