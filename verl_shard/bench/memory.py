@@ -160,6 +160,7 @@ def measure(row: Row) -> tuple[int, int]:
             dtype=torch.float32 if mixed else torch.bfloat16,
             attn_implementation=f.get("attn_implementation", "sdpa"),
         )
+    torch.cuda.empty_cache()  # a tied head is made before it is tied
     ids = torch.randint(0, 1000, (f["batch_size"], f["seq_len"]), device="cuda")
     try:
         if row.phase == "train":

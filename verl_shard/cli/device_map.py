@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from verl_shard.cli import passes
+
 HELP = """Which part of a model goes on which GPU, so that the fullest GPU holds as little as possible.
 
-Reads a folder's or hub id's config.json and no weights, and needs no GPU. The map is the one that
-build_device_map gives and load_sharded loads.
+Reads a folder's or hub id's config.json and no weights, and needs no GPU. The map is build_device_map's.
 """
 
 
@@ -30,41 +31,16 @@ def device_map(
             "head's GPU, for a second of tracing."
         ),
     ] = "inference",
-    batch_size: Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence, prompt and response.")] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="bf16-mixed (fp32 weights under bf16 autocast), bf16 (half of that memory, and small updates are lost "
-            "in rounding) or fp32."
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="adamw, adamw-fused (saves the gradients' size during the step) or sgd (saves two of three)."
-        ),
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--gradient-checkpointing",
-            help="Keep only the input of each block for the backward: most activation memory, for a third more compute.",
-        ),
-    ] = False,
-    attn_implementation: Annotated[
-        str | None, typer.Option(help="sdpa, flash_attention_2, or eager, which holds every attention score.")
-    ] = None,
-    in_flight: Annotated[
-        int | None, typer.Option(help="Micro-batches issued before a backward: speed, for their activations.")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="causal-lm, reward, process-reward or value; by default what the model says.")
-    ] = None,
+    batch_size: passes.BatchSize = None,
+    seq_len: passes.SeqLen = None,
+    precision: passes.Precision = None,
+    optimizer: passes.Optimizer = None,
+    gradient_checkpointing: passes.Checkpointing = False,
+    attn_implementation: passes.Attention = None,
+    in_flight: passes.InFlight = None,
+    task: passes.Task = None,
     dtype: Annotated[str | None, typer.Option(help="What weights are counted as, for inference. [bfloat16]")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
-    ] = False,
+    trust_remote_code: passes.TrustRemoteCode = False,
     json: Annotated[bool, typer.Option("--json", help="Print the map as JSON instead of a table.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Also draw the map, into this PNG.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the map as JSON, for DeviceMap.load.")] = None,
@@ -76,15 +52,15 @@ def device_map(
     from verl_shard.mapping.build import build_device_map
     from verl_shard.mapping.devices import choose_devices
 
-    fields: dict[str, Any] = {
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "precision": precision,
-        "optimizer": optimizer,
-        "gradient_checkpointing": gradient_checkpointing or None,
-        "attn_implementation": attn_implementation,
-        "in_flight": in_flight,
-    }
+    fields = passes.given(
+        batch_size=batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        gradient_checkpointing=gradient_checkpointing,
+        attn_implementation=attn_implementation,
+        in_flight=in_flight,
+    )
     listed: Any = devices
     if devices is not None and devices != "process":
         listed = [name.strip() for name in devices.split(",")]
@@ -97,7 +73,7 @@ def device_map(
         task=task,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
-        **{name: value for name, value in fields.items() if value is not None},
+        **fields,
     )
     if picture is not None:
         made.draw(picture)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import typer
 
 from verl_shard._version import __version__
-from verl_shard.cli import bench, device_map, quickstart
+from verl_shard.cli import bench, device_map, estimate, quickstart
 from verl_shard.common.errors import ConfigError, ShardError
 from verl_shard.common.tables import err
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 quickstart.add_to(app)
 device_map.add_to(app)
+estimate.add_to(app)
 bench.add_to(app)
 
 INTERRUPTED = 130

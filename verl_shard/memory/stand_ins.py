@@ -32,7 +32,7 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         batch, heads, length, _ = q.shape
-        out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+        out = _laid_out_as(q, v.shape[-1])
         lse = q.new_empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse, *([] if mask is None else [mask]))
         return out
@@ -46,11 +46,23 @@ class _FusedAttention(torch.autograd.Function):
             q.new_empty(batch, heads, rounded, dtype=torch.float32),
             q.new_empty(batch, rounded, heads, -(-size // 32) * 32, dtype=torch.float32),
         ]
-        dq, dk, dv = (t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in (q, k, v))
+        dq, dk, dv = (_laid_out_as(t, t.shape[-1]) for t in (q, k, v))
         if k.shape[1] != heads:
             held += [t.new_empty(batch, t.shape[2], heads, t.shape[3]) for t in (k, v)]
         del held
         return dq, dk, dv, None
+
+
+def _laid_out_as(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """An empty (batch, heads, length, size) in the layout of `tensor`: tokens before heads in memory, or heads first.
+
+    All kernels do so. A model whose rotary embedding leaves q heads first, as Phi-3's does, pays for another copy of
+    the output, which its projection wants with tokens first; seen on an H200, where cuDNN's kernel runs.
+    """
+    batch, heads, length, _ = tensor.shape
+    if tensor.stride(1) < tensor.stride(2) or tensor.transpose(1, 2).is_contiguous():
+        return tensor.new_empty(batch, length, heads, size).transpose(1, 2)
+    return tensor.new_empty(batch, heads, length, size)
 
 
 def attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:

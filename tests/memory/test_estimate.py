@@ -1,0 +1,157 @@
+"""Estimates held against 70 passes measured on an H200, and what they must be by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from verl_shard import MemoryEstimate, build_device_map, estimate_memory
+from verl_shard.bench.memory import MODELS, Row, _estimate, draw
+from verl_shard.common.errors import ConfigError
+from verl_shard.memory.constants import CUBLAS_HOPPER
+
+_RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200_memory.json"
+_ROWS = json.loads(_RESULTS.read_text())["rows"]
+
+
+@pytest.mark.parametrize("measured", _ROWS[::3], ids=lambda m: f"{m['row']['model']}-{m['row']['phase']}")
+def test_passes_measured_on_an_h200(measured: dict[str, Any]) -> None:
+    estimate = _estimate(Row(**measured["row"]))
+    assert estimate.peak == pytest.approx(measured["measured_peak"], rel=0.01)
+    assert estimate.reserved == pytest.approx(measured["measured_reserved"], rel=0.1)
+
+
+def _small(**fields: Any) -> Any:
+    kwargs = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        **fields,
+    }
+    return AutoConfig.for_model("qwen2", **kwargs)
+
+
+def _parts(estimate: MemoryEstimate) -> int:
+    names = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "workspace")
+    return sum(getattr(estimate, name) for name in names)
+
+
+@pytest.mark.parametrize("phase", ["train", "forward", "generate"])
+def test_the_parts_make_the_peak(phase: str) -> None:
+    estimate = estimate_memory(_small(), phase=phase, batch_size=2, seq_len=64, new_tokens=8)
+    assert estimate.peak == max(estimate.phases.values())
+    # What the allocator gives out beyond what was asked for is in no part.
+    assert 0 <= estimate.peak - _parts(estimate) <= 0.02 * estimate.peak
+    assert estimate.workspace == (2 if phase == "train" else 1) * CUBLAS_HOPPER.n_bytes
+    assert estimate.reserved >= estimate.peak
+
+
+def test_the_cache_of_generation_by_hand() -> None:
+    """2 x 4 layers x 2 heads x 16 x 2 bytes a token, each tensor in multiples of 512 bytes."""
+    estimate = estimate_memory(_small(), phase="generate", batch_size=2, seq_len=32, new_tokens=200)
+    assert estimate.kv_cache >= 2 * 4 * 2 * 16 * 2 * 2 * 231
+    assert estimate.gradients == estimate.optimizer == 0
+
+
+def test_on_each_gpu_of_a_map() -> None:
+    config = _small()
+    fields: dict[str, Any] = {"batch_size": 2, "seq_len": 128}
+    device_map = build_device_map(config, 3, purpose="training", **fields)
+    estimate = estimate_memory(config, device_map=device_map, **fields)
+    assert list(estimate.gpus) == [0, 1, 2]
+    for gpu, load in device_map.loads.items():
+        assert estimate.gpus[gpu].peak - estimate.workspace == pytest.approx(load, rel=0.02)
+    assert estimate.peak == max(e.peak for e in estimate.gpus.values())
+    assert "fullest GPU" in estimate.report()
+    whole = estimate_memory(config, device_map={"": 0}, **fields)
+    assert whole.gpus[0].peak == estimate_memory(config, **fields).peak
+    round_robin = {name: index // 2 % 2 for index, name in enumerate(device_map)}
+    assert set(estimate_memory(config, device_map=round_robin, **fields).gpus) == {0, 1}
+
+
+def test_adapters_save_gradients_and_states() -> None:
+    config = _small(hidden_size=256, intermediate_size=640)
+    whole = estimate_memory(config, batch_size=1, seq_len=16, precision="bf16")
+    adapted = estimate_memory(config, batch_size=1, seq_len=16, precision="bf16", lora_rank=4)
+    assert adapted.optimizer < 0.3 * whole.optimizer
+    assert adapted.peak < whole.peak
+    assert adapted.weights > whole.weights
+
+
+def test_losses_differ_in_what_they_keep() -> None:
+    fields: dict[str, Any] = {"batch_size": 4, "seq_len": 256, "precision": "bf16", "optimizer": "sgd"}
+    config = _small(vocab_size=50_000)
+    own, ppo = (estimate_memory(config, loss=loss, **fields).backward_peak for loss in ("causal-lm", "ppo"))
+    short = estimate_memory(config, logits_to_keep=16, **fields).backward_peak
+    assert short < ppo < own
+
+
+def test_a_value_model_has_no_logits() -> None:
+    estimate = estimate_memory(_small(vocab_size=50_000), task="value", batch_size=4, seq_len=128)
+    assert estimate.logits < 2**20
+
+
+def test_attention_dropout_keeps_a_byte_a_score() -> None:
+    """GPT-2 with dropout is as fused as without: its scores are nowhere."""
+    fields: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512}
+    plain, dropping = (
+        estimate_memory(
+            AutoConfig.for_model("gpt2", **fields, attn_pdrop=p), batch_size=4, seq_len=512, optimizer="sgd"
+        )
+        for p in (0.0, 0.1)
+    )
+    assert dropping.peak == plain.peak
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"seq_len": 512}, "the model has 256 positions"),
+        ({"phase": "generate", "seq_len": 250, "new_tokens": 10}, "250 [+] 10"),
+        ({"optimizer": "adam"}, 'Use one of "adamw"'),
+        ({"phase": "training"}, 'Use one of "train"'),
+        ({"seqlen": 8}, 'Did you mean "seq_len"'),
+        ({"lora_rank": -1}, "lora_rank = -1"),
+        ({"device_map": {"model": 0}}, "it gives no device for lm_head.weight"),
+        ({"task": "reward", "phase": "generate"}, "only causal language models"),
+    ],
+)
+def test_bad_input(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimate_memory(_small(), **{"batch_size": 1, "seq_len": 8, **fields})
+
+
+def test_it_is_read_as_text_and_as_json() -> None:
+    estimate = estimate_memory(_small(), batch_size=1, seq_len=8)
+    assert "peak" in estimate.report()
+    assert json.loads(json.dumps(estimate.to_dict()))["schema"] == "verl_shard/memory_estimate/1"
+
+
+def test_rows_are_drawn_from_the_seed() -> None:
+    assert draw(3, 20) == draw(3, 20) != draw(4, 20)
+    assert {row.model for row in draw(0, 200)} == set(MODELS)
+
+
+def test_the_command(small_config: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from verl_shard.cli.main import run
+
+    small_config("llama").save_pretrained(tmp_path / "model")
+    argv = ["estimate", str(tmp_path / "model"), "--batch-size", "2", "--seq-len", "16"]
+    assert run([*argv, "--gradient-checkpointing"]) == 0
+    assert "reserved by torch" in capsys.readouterr().out
+    map_file = str(tmp_path / "map.json")
+    assert run(["map", str(tmp_path / "model"), "--gpus", "2", "--save", map_file]) == 0
+    capsys.readouterr()
+    assert run([*argv, "--device-map", map_file, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["gpus"]) == {"0", "1"}
+    assert run([*argv, "--phse", "train"]) == 2
