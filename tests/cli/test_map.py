@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,12 @@ def test_what_is_wrong(extra: list[str], message: str, folder: str, capsys: pyte
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["map", "./nowhere", "--gpus", "2"]) == 2
     assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_a_notice_is_a_line(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert run(["map", folder, "--gpus", "8"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("notice: n_gpus = 8: ")
+    assert ".py:" not in said

@@ -6,13 +6,17 @@ An error is one message on stderr. Exit code 0 is well, 1 a failed run, 2 a faul
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import typer
 
 from verl_shard._version import __version__
 from verl_shard.cli import bench, device_map, estimate, quickstart
 from verl_shard.common.errors import ConfigError, ShardError
+from verl_shard.common.notices import ShardNotice
 from verl_shard.common.tables import err
 
 app = typer.Typer(
@@ -54,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        result = app(list(argv), prog_name="verl-shard", standalone_mode=False)
+        with _notices_in_a_line():
+            result = app(list(argv), prog_name="verl-shard", standalone_mode=False)
     except ShardError as error:
         show(error)
         return error.exit_code
@@ -67,6 +72,24 @@ def run(argv: Sequence[str]) -> int:
     if result == INTERRUPTED:
         err.print("Stopped.")
     return result if isinstance(result, int) else 0
+
+
+@contextmanager
+def _notices_in_a_line() -> Iterator[None]:
+    """Notices without the file and line of the code that said them; other warnings as ever."""
+    before = warnings.showwarning
+
+    def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, ShardNotice):
+            err.print(f"[bold yellow]notice:[/] {_escape(str(message))}", soft_wrap=True)
+        else:
+            before(message, category, *where, **more)
+
+    warnings.showwarning = show_warning
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def show(error: ShardError) -> None:

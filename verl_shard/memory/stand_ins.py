@@ -231,18 +231,24 @@ def as_on_gpu(on_attention: Callable[[int], None], on_product: Callable[[int], N
     """While it is on, attention, dropout and autocast have a GPU's memory, and transformers masks as on a GPU.
 
     transformers takes tensors without memory for tracing and then makes masks of (length x length), where on a GPU
-    the kernel is only told that it is causal. Functions are replaced by name and put back; a TorchFunctionMode would be
-    off in what gradient checkpointing computes again, and slow everything down. on_attention and on_product are told the
-    FLOPs of the forward of each fused attention and grouped product.
+    the kernel is only told that it is causal. Functions are replaced by name, for this thread, and put back; a
+    TorchFunctionMode would be off in what gradient checkpointing computes again, and slow everything down.
+    on_attention and on_product are told the FLOPs of the forward of each fused attention and grouped product.
     """
     import transformers.masking_utils as masks
 
     with _one_at_a_time, ExitStack() as stack:
+        here = threading.get_ident()
 
         def replace(place: Any, name: str, value: Any) -> None:
-            own = vars(place).get(name)
+            own, real = vars(place).get(name), getattr(place, name)
+
+            @functools.wraps(real, updated=())
+            def in_this_thread(*args: Any, **kwargs: Any) -> Any:
+                return (value if threading.get_ident() == here else real)(*args, **kwargs)
+
             stack.callback(delattr if own is None else _restore(own), place, name)
-            setattr(place, name, value)
+            setattr(place, name, in_this_thread)
 
         replace(functional, "scaled_dot_product_attention", _attention(on_attention))
         replace(functional, "dropout", _dropout)

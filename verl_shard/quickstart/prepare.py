@@ -154,17 +154,23 @@ def own_data(options: QuickstartOptions, folder: Path) -> DataFiles:
     return files
 
 
-def lay_out(options: QuickstartOptions, run: RunFolder, model: Path | str, device: Device) -> dict[str, DeviceMap]:
-    """The device map of each role, written to plan.yaml."""
-    roles = ["actor", *(["critic"] if options.algorithm == "ppo" else []), "ref"]
+def lay_out(run: RunFolder, settings: RunSettings, device: Device) -> dict[str, DeviceMap]:
+    """The device map of each role, written to plan.yaml: on GPUs even in the peak of what the role does there."""
+    roles = ["actor", *(["critic"] if settings.algorithm == "ppo" else []), "ref"]
     devices: Sequence[object] = device.gpus or ["cpu"]
-    maps = {
-        role: build_device_map(
-            str(model), devices=devices, task="value" if role == "critic" else "causal-lm",
-            dtype="float32" if device.cpu or role != "ref" else "bfloat16",
-        )
-        for role in roles
-    }  # fmt: skip
+    training: dict[str, Any] = {
+        "purpose": "training",
+        "batch_size": settings.micro_batch_size,
+        "seq_len": settings.max_prompt_length + settings.max_response_length,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "attn_implementation": settings.attn_implementation,
+    }
+    maps = {}
+    for role in roles:
+        weights = {"dtype": "float32" if device.cpu else "bfloat16"}
+        fields = weights if device.cpu or role == "ref" else training | {"loss": "value" if role == "critic" else "ppo"}
+        task = "value" if role == "critic" else "causal-lm"
+        maps[role] = build_device_map(str(settings.model), devices=devices, task=task, **fields)
     precisions = {role: "fp32" if device.cpu else "bf16" if role == "ref" else "bf16-mixed" for role in roles}
     write_plan(
         run.path / "plan.yaml",
