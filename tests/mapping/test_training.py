@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from verl_shard import build_device_map
+from verl_shard import build_device_map, estimate_memory
 from verl_shard.common.errors import ConfigError, DoesNotFitError
 from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.memory.passes import PassSpec
@@ -131,6 +131,18 @@ def test_other_tasks_train_too(task: str) -> None:
     assert set(device_map.loads) == {0, 1}
 
 
+def test_a_model_wrapped_by_peft() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(_small(4))
+    whole = build_device_map(model, 2, purpose="training", seq_len=64)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    device_map = build_device_map(adapted, 2, purpose="training", seq_len=64)
+    assert all(name.startswith("base_model.model.") for name in device_map)
+    assert max(device_map.loads.values()) < max(whole.loads.values())
+
+
 def test_it_is_kept_in_a_file(tmp_path: Any) -> None:
     device_map = build_device_map(_small(4), 2, purpose="training", seq_len=64)
     device_map.save(tmp_path / "map.json")
@@ -148,3 +160,56 @@ def test_a_picture(tmp_path: Any) -> None:
     build_device_map(_small(4), 2, purpose="training", seq_len=64, max_memory={0: "1GiB"}).draw(tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "purpose", "blocks", "measured"),
+    [
+        ("qwen2-7b", {"batch_size": 4, "seq_len": 2048, "precision": "bf16"}, "training", [17, 11], (55.28, 52.84)),
+        ("qwen2-7b", {"batch_size": 4, "seq_len": 2048, "precision": "bf16"}, "inference", [14, 14], (46.21, 61.91)),
+        (
+            "qwen2-7b",
+            {"batch_size": 4, "seq_len": 2048, "precision": "bf16", "gradient_checkpointing": True},
+            "training",
+            [15, 13],
+            (37.80, 37.18),
+        ),
+        (
+            "qwen2-7b",
+            {"batch_size": 4, "seq_len": 2048, "precision": "bf16", "gradient_checkpointing": True},
+            "inference",
+            [14, 14],
+            (35.62, 38.54),
+        ),
+        ("llama-3.1-8b", {"batch_size": 2, "seq_len": 1024, "precision": "bf16"}, "training", [16, 16], (37.46, 37.46)),
+        (
+            "qwen2-0.5b",
+            {"batch_size": 8, "seq_len": 1024, "precision": "bf16-mixed"},
+            "training",
+            [0, 24],
+            (18.08, 17.10),
+        ),
+        (
+            "qwen2-0.5b",
+            {"batch_size": 8, "seq_len": 1024, "precision": "bf16-mixed"},
+            "inference",
+            [7, 17],
+            (22.99, 12.18),
+        ),
+    ],
+)
+def test_peaks_of_two_h200s(
+    name: str,
+    fields: dict[str, Any],
+    purpose: str,
+    blocks: list[int],
+    measured: tuple[float, float],
+    published: Callable[[str], Any],
+) -> None:
+    """GiB on each of two GPUs in the third step of a real run over the map: torch 2.11, accelerate's dispatch, outputs
+    left where they are made, AdamW, random weights."""
+    config = published(name)
+    device_map = build_device_map(config, 2, purpose=purpose, **(fields if purpose == "training" else {}))
+    assert [stage.n_blocks for stage in device_map.stages] == blocks
+    estimate = estimate_memory(config, device_map=device_map, **fields)
+    assert [estimate.gpus[gpu].peak / 2**30 for gpu in (0, 1)] == pytest.approx(measured, rel=0.003)

@@ -96,11 +96,6 @@ class PassSpec:
         """Tokens of a sequence at the end of the pass."""
         return self.seq_len + (self.new_tokens if self.phase == "generate" else 0)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens in one micro-batch."""
-        return self.batch_size * self.seq_len
-
 
 def pass_spec(given: dict[str, Any], **fixed: Any) -> PassSpec:
     """A PassSpec of keywords that somebody typed. Raises ConfigError that names unknown ones with the nearest known."""

@@ -129,11 +129,9 @@ def _inputs(wanted: PassSpec) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.zeros(wanted.batch_size, wanted.seq_len, dtype=torch.long)}
 
 
-def _in_fp32(module: nn.Module, wanted: PassSpec) -> re.Pattern[str] | None:
+def _in_fp32(module: nn.Module, wanted: PassSpec) -> re.Pattern[str]:
     """Parameters in fp32 whatever the precision: those that transformers keeps so, and adapters, as peft makes them."""
     kept = kept_in_fp32(module, wanted.weight_dtype)
-    if wanted.lora_rank == 0:
-        return kept
     return re.compile(r"(^|\.)lora_" if kept is None else rf"(^|\.)lora_|{kept.pattern}")
 
 

@@ -175,10 +175,6 @@ class Trace:
         total = self.live.sum(axis=1)
         return {name: int(total[max(at - 1, 0) : end].max()) for (name, at), (_, end) in pairwise(starts)}
 
-    def seconds_like(self, i: int, j: int) -> int:
-        """FLOPs of blocks i..j-1, forward and backward: what the time of a stage goes by."""
-        return sum(forward + backward for forward, backward in self.flops[i:j])
-
 
 def _rows(recording: Recording) -> tuple[np.ndarray, dict[str, int]]:
     """The points in time that are kept: events after which a row of the Trace is taken.
