@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from verl_shard.memory import losses
 from verl_shard.verl_plugin import hooks
 
 
@@ -16,7 +17,7 @@ def test_values_and_gradients_are_verls(
 ) -> None:
     from verl.utils import torch_functional
 
-    monkeypatch.setattr(hooks, "CHUNK", chunk)
+    monkeypatch.setattr(losses, "CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(*shape, 11, generator=generator)).to(dtype)
     labels = torch.randint(0, 11, shape, generator=generator)

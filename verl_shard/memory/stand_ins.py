@@ -219,6 +219,15 @@ _FP32_UNDER_AUTOCAST = [
 ]
 
 
+def _nothing_padded(ignores: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether a mask can be left out, without looking into the padding: a tensor without memory has no values."""
+    return lambda padding_mask=None, *args, **kwargs: ignores(None, *args, **kwargs)
+
+
+def _always(value: object) -> Callable[..., object]:
+    return lambda *_, **__: value
+
+
 def _restore(value: Any) -> Callable[[Any, str], None]:
     return lambda place, name: setattr(place, name, value)
 
@@ -260,10 +269,10 @@ def as_on_gpu(on_attention: Callable[[int], None], on_product: Callable[[int], N
             for home in (torch, torch.Tensor, functional):
                 if hasattr(home, name):
                     replace(home, name, _in_fp32(getattr(home, name)))
-        for name, value in (
-            ("is_tracing", lambda *_, **__: False),
-            ("find_packed_sequence_indices", lambda *_, **__: None),
-        ):
+        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
             if hasattr(masks, name):
-                replace(masks, name, value)
+                replace(masks, name, _nothing_padded(getattr(masks, name)))
+        for name, value in (("is_tracing", False), ("find_packed_sequence_indices", None)):
+            if hasattr(masks, name):
+                replace(masks, name, _always(value))
         yield
