@@ -291,3 +291,21 @@ def test_the_same_map_in_every_process() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     here = build_device_map(AutoConfig.for_model("gpt2"), devices=["cuda:5", "cuda:1", "cuda:3"])
     assert run.stdout == f"{dict(here)}\n"
+
+
+def test_a_limit_that_only_a_norm_fits_under(small_config: Callable[..., Any]) -> None:
+    """A GPU of its own for the last norm and the score is not worth it, but better than not to fit."""
+    spec = read_spec(small_config("llama"), task="reward")
+    sizes = [block.n_bytes for block in spec.blocks]
+    assert not any(block.stands_alone for block in spec.blocks[-2:])
+    device_map = build_device_map(spec, 2, max_memory={0: sum(sizes[:-2]), 1: sum(sizes[-2:])})
+    assert list(device_map.loads.values()) == [sum(sizes[:-2]), sum(sizes[-2:])]
+
+
+def test_a_spec_is_as_it_was_read(small_config: Callable[..., Any]) -> None:
+    spec = read_spec(small_config("llama"))
+    with pytest.raises(ConfigError) as caught:
+        build_device_map(spec, 2, dtype="float32", task="reward")
+    assert [finding.where for finding in caught.value.findings] == ["task", "dtype"]
+    with pytest.raises(ConfigError, match="a ModelSpec does not say what is cached"):
+        build_device_map(spec, 2, batch_size=1, seq_len=8)

@@ -74,7 +74,7 @@ def run(device_map, checkpointing):
         states = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
         for t in [*parameters, *model.buffers(), ids, *states]:
             counted.add(t)
-        with as_on_gpu(lambda _: None, lambda _: None), counted:
+        with as_on_gpu(lambda _: None, lambda _: None, in_every_thread=True), counted:
             out = model(input_ids=ids, labels=ids)
             out.loss.backward()
             where = str(out.logits.device)

@@ -105,7 +105,9 @@ def test_limits_hold_for_the_peak(published: Callable[[str], Any]) -> None:
     free = build_device_map(config, 2, **fields)
     low = max(free.loads.values())
     assert build_device_map(config, 2, max_memory={0: low, 1: low}, **fields).loads == free.loads
-    with pytest.raises(DoesNotFitError, match="Gradient checkpointing, a smaller batch_size") as caught:
+    with pytest.raises(
+        DoesNotFitError, match="These need less: gradient checkpointing, a smaller batch_size"
+    ) as caught:
         build_device_map(config, 2, max_memory={0: low - 1, 1: low - 1}, **fields)
     assert "peak of training (2 x 1024 tokens, bf16-mixed, adamw)" in str(caught.value)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from verl_shard import MemoryEstimate, build_device_map, estimate_memory
@@ -47,7 +48,8 @@ def _parts(estimate: MemoryEstimate) -> int:
 
 @pytest.mark.parametrize("phase", ["train", "forward", "generate"])
 def test_the_parts_make_the_peak(phase: str) -> None:
-    estimate = estimate_memory(_small(), phase=phase, batch_size=2, seq_len=64, new_tokens=8)
+    more = {"new_tokens": 8} if phase == "generate" else {}
+    estimate = estimate_memory(_small(), phase=phase, batch_size=2, seq_len=64, **more)
     assert estimate.peak == max(estimate.phases.values())
     # What the allocator gives out beyond what was asked for is in no part.
     assert 0 <= estimate.peak - _parts(estimate) <= 0.02 * estimate.peak
@@ -155,3 +157,43 @@ def test_the_command(small_config: Callable[..., Any], tmp_path: Path, capsys: p
     assert run([*argv, "--device-map", map_file, "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["gpus"]) == {"0", "1"}
     assert run([*argv, "--phse", "train"]) == 2
+
+
+def test_what_changes_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        estimate_memory(_small(), phase="forward", seq_len=8, gradient_checkpointing=True, in_flight=2, new_tokens=5)
+    assert {finding.where for finding in caught.value.findings} == {"gradient_checkpointing", "in_flight", "new_tokens"}
+    with pytest.raises(ConfigError, match="lora_rank = 8: a map names the modules of a given model"):
+        build_device_map(_small(), 2, purpose="training", lora_rank=8)
+
+
+def test_devices_as_people_name_them() -> None:
+    estimate = estimate_memory(_small(), device_map={"model": 0, "lm_head": "cuda:0"}, batch_size=1, seq_len=8)
+    assert list(estimate.gpus) == [0]
+    with pytest.raises(ConfigError, match="would be off the GPUs"):
+        estimate_memory(_small(), device_map={"model": 0, "lm_head": "cpu"}, batch_size=1, seq_len=8)
+
+
+def test_all_logits_kept_are_all_logits() -> None:
+    fields: dict[str, Any] = {"batch_size": 1, "seq_len": 128, "optimizer": "sgd"}
+    config = _small(vocab_size=20_000)
+    kept, plain = (estimate_memory(config, logits_to_keep=n, **fields).backward_peak for n in (128, None))
+    assert kept == pytest.approx(plain, rel=0.03)
+
+
+def test_adapters_do_not_change_the_logits_of_generation() -> None:
+    fields: dict[str, Any] = {"phase": "generate", "batch_size": 2, "seq_len": 128, "new_tokens": 4}
+    config = _small(vocab_size=20_000)
+    assert estimate_memory(config, lora_rank=2, **fields).logits == estimate_memory(config, **fields).logits
+
+
+def test_quantized_weights_are_not_traced() -> None:
+    config = _small(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ConfigError, match="packed weights are not traced"):
+        estimate_memory(config, phase="forward", batch_size=1, seq_len=8)
+
+
+def test_it_can_be_asked_where_gradients_are_off() -> None:
+    with torch.no_grad():
+        inside = estimate_memory(_small(), batch_size=1, seq_len=8)
+    assert inside == estimate_memory(_small(), batch_size=1, seq_len=8)

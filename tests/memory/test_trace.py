@@ -88,6 +88,20 @@ def test_folded_is_whole(name: str) -> None:
     assert a.phases.keys() == b.phases.keys()
 
 
+def test_blocks_of_another_kind_behind_the_fold() -> None:
+    """Sliding layers that follow full ones: a mask is looked up by the number of the block that runs."""
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 14,
+        "use_sliding_window": True,
+        "max_window_layers": 9,
+        "sliding_window": 32,
+    }
+    spec, module = _model(_small(**fields))
+    wanted = PassSpec(batch_size=1, seq_len=128)
+    short, whole = (Trace.of(record(spec, module, wanted, fold=fold), wanted) for fold in (True, False))
+    assert (short.peaks == whole.peaks).all()
+
+
 def _small(**changed: Any) -> Any:
     fields = {
         "hidden_size": 64,

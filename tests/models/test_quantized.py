@@ -64,3 +64,11 @@ def test_blocks_and_maps_go_by_the_packed_sizes(small_config: Callable[..., Any]
     whole = read_spec(small_config("llama", **_FIELDS))
     assert spec.blocks[1].n_bytes < 0.3 * whole.blocks[1].n_bytes
     assert spec.n_params == whole.n_params
+
+
+def test_gpt2s_own_linear_layers(small_config: Callable[..., Any]) -> None:
+    """bitsandbytes packs transformers' Conv1D as well; 32 x 96 weights of the first attention."""
+    config = small_config("gpt2", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    assert _bytes(read_spec(config), "transformer.h.0.attn.c_attn.weight") == 1_536 + 4 * 48 + 64
+    grouped = small_config("gpt2", quantization_config={"quant_method": "gptq", "bits": 4})
+    assert _bytes(read_spec(grouped), "transformer.h.0.attn.c_attn.weight") == 32 * 96 * 2

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_shard.bench.rivals import accelerate_map, answer, build, quiet
+from verl_shard.bench.rivals import accelerate_map, answer, build, build_from, quiet
 from verl_shard.bench.start import machine
 from verl_shard.common.errors import DoesNotFitError, RunError
 from verl_shard.common.files import write_whole
@@ -110,7 +110,7 @@ def _speed(entry: dict[str, Any], turns: int) -> Speed:
         build_device_map(config, 4, task=task)
         times["ours"].append(time.perf_counter() - began)
         began = time.perf_counter()
-        accelerate_map(build(entry["model_type"], auto, fields), 4, None)
+        accelerate_map(build_from(config, auto), 4, None)
         times["accelerate"].append(time.perf_counter() - began)
     return Speed(min(times["ours"]), min(times["accelerate"]))
 
@@ -211,7 +211,8 @@ def _answer_of(version: str, cells: Any) -> list[list[Any]]:
             env={"PYTHONPATH": folder, "PATH": "/usr/bin:/bin"},
         )
         if done.returncode:
-            raise RunError(f"transformers {version} made no maps: {done.stderr.strip().splitlines()[-1]}")
+            last = (done.stderr.strip() or "it was killed").splitlines()[-1]
+            raise RunError(f"transformers {version} made no maps: {last}")
         answers: list[list[Any]] = json.loads(done.stdout)
         if all(isinstance(made, str) for row in answers for made in row):
             raise RunError(f"transformers {version} made no maps: {answers[0][0]}")

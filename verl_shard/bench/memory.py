@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_shard.bench.maps import zoo
 from verl_shard.bench.start import machine
-from verl_shard.common.errors import config_error
+from verl_shard.common.errors import RunError, config_error
 from verl_shard.common.files import write_whole
 from verl_shard.common.seeds import derive_seed
 from verl_shard.common.tables import err, out, table
@@ -42,7 +42,6 @@ class Row:
 
     model: str
     config: dict[str, Any]
-    layers: int
     phase: str
     fields: dict[str, Any]
 
@@ -70,7 +69,7 @@ class Measured:
 
 
 def draw(seed: int, n: int) -> list[Row]:
-    """Rows of published models, some with fewer layers, with lengths, batches and settings drawn from `seed`."""
+    """Rows of published models, with lengths, batches and settings drawn from `seed`."""
     chance = random.Random(derive_seed(seed, "bench", "memory"))
     models = {entry["name"]: entry for entry in zoo()}
     rows: list[Row] = []
@@ -80,7 +79,6 @@ def draw(seed: int, n: int) -> list[Row]:
         config = {"model_type": entry["model_type"], **entry["kwargs"]}
         if name == "gpt2" or name == "gpt2-xl":
             config.update({"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1})
-        layers = entry["layers"]
         phase = chance.choice(("train", "train", "train", "forward", "generate"))
         longest = min(4096, config.get("max_position_embeddings") or config.get("n_positions") or 4096)
         length = 64 * chance.randint(2, longest // 64 - 4)
@@ -93,7 +91,7 @@ def draw(seed: int, n: int) -> list[Row]:
                 fields["attn_implementation"] = "eager"
         elif phase == "generate":
             fields["new_tokens"] = chance.choice((32, 64, 128))
-        rows.append(Row(name, config, layers, phase, fields))
+        rows.append(Row(name, config, phase, fields))
     return rows
 
 
@@ -119,10 +117,13 @@ def bench_memory(*, seed: int, n: int, result: Path | None) -> list[Measured]:
         peak, reserved = measure(row)
         measured.append(Measured(row, estimate.peak, peak, estimate.reserved, reserved, _accelerate(row), seconds))
         err.print(f"{row.model}: {row.words()}: {format_bytes(estimate.peak)}, measured {format_bytes(peak)}")
+    if not measured:
+        raise RunError(f"all {skipped} rows are estimated at more than {_ROOM:.0%} of this GPU's {format_bytes(total)}")
     out.print(_table(measured))
     out.print(_summary(measured))
     if skipped:
-        err.print(f"{skipped} rows were left out: estimated at more than {_ROOM:.0%} of {format_bytes(total)}")
+        limit = f"{_ROOM:.0%} of {format_bytes(total)}"
+        err.print(f"{len(measured)} of {n} rows; {skipped} were left out, estimated at more than {limit}")
     if result is not None:
         record = {"schema": SCHEMA, "machine": machine(), "seed": seed, "rows": [asdict(m) for m in measured]}
         write_whole(result, json.dumps(record, indent=1) + "\n")

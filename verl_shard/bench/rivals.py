@@ -26,11 +26,17 @@ def quiet() -> None:
 
 
 def build(model_type: str, auto: str, fields: dict[str, Any]) -> Any:
+    """A model on meta, of the fields of its configuration."""
+    import transformers
+
+    return build_from(transformers.AutoConfig.for_model(model_type, **copy.deepcopy(fields)), auto)
+
+
+def build_from(config: Any, auto: str) -> Any:
     """The model on meta, as transformers and accelerate build one to map it."""
     import torch
     import transformers
 
-    config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(fields))
     with torch.device("meta"):
         return getattr(transformers, auto).from_config(config, dtype=torch.bfloat16)
 

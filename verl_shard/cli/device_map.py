@@ -82,9 +82,9 @@ def device_map(
     if json:
         typer.echo(dumps(made.to_dict(), indent=2))  # rich would break its lines
         return
-    out.print(made.report(out.width), end="")
+    out.print(made.report(out.width), end="", markup=False)
     if picture is not None:
-        out.print(f"Picture: {picture}")
+        out.print(f"Picture: {picture}", markup=False)
 
 
 def _limits(text: str | None, devices: tuple[Any, ...]) -> dict[Any, str] | None:

@@ -75,7 +75,7 @@ def estimate(
     if json:
         typer.echo(dumps(made.to_dict(), indent=2))
     else:
-        out.print(made.report(out.width), end="")
+        out.print(made.report(out.width), end="", markup=False)
 
 
 def add_to(app: typer.Typer) -> None:

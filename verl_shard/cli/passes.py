@@ -1,4 +1,4 @@
-"""The flags of a pass, which `map` and `estimate` share: one for each field of PassSpec."""
+"""The flags of a pass that `map` and `estimate` share."""
 
 from __future__ import annotations
 

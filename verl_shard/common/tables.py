@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -17,5 +18,5 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     for index, name in enumerate(columns):
         made.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        made.add_row(*(str(cell) for cell in row))
+        made.add_row(*(Text(str(cell)) for cell in row))  # a path may look like markup
     return made

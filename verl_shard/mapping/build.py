@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_shard.common.errors import config_error
+from verl_shard.common.errors import ConfigError, Finding, config_error
 from verl_shard.common.notices import notice
 from verl_shard.common.units import format_bytes
 from verl_shard.mapping.costs import Cost, check_dtype, inference_cost, read_pass, training_cost
@@ -37,6 +37,9 @@ def build_device_map(
     **pass_fields: Any,
 ) -> DeviceMap:
     """Which module goes on which GPU, such that the fullest GPU holds as few bytes as any contiguous split allows.
+
+    Any in which each used GPU holds a block or a piece of some size: a norm or the row of a reward head is not put on a
+    GPU of its own, unless nothing else is within max_memory.
 
     The model is cut between blocks only, and each GPU gets one run of pieces in order of execution. All that feeds
     the first block is on the first GPU; a head that is tied to the embedding is on the embedding's GPU, where the one
@@ -78,6 +81,12 @@ def build_device_map(
     module: nn.Module | None = None
     if isinstance(model, ModelSpec):
         spec = model
+        given = {"task": task, "dtype": dtype, "no_split_module_classes": no_split_module_classes}
+        if idle := [name for name, value in given.items() if value is not None]:
+            fix = "Leave it out, or give the model that the ModelSpec was read from"
+            raise ConfigError(
+                [Finding("error", "no-effect", n, str(given[n]), "a ModelSpec is as it was read", fix) for n in idle]
+            )
     else:
         spec, module = read_model(
             model,
@@ -90,7 +99,7 @@ def build_device_map(
         why = f"no list of blocks was found in {spec.architecture}, so that there is nothing to cut between"
         fix = "Name the class of its blocks in no_split_module_classes, or map it to one device"
         raise config_error("no-blocks", "model", spec.name, why, fix)
-    if spec.sizes_before_quantizing and (len(chosen) > 1 or max_memory):
+    if spec.sizes_before_quantizing:
         why = "how its quantization packs weights is not known"
         notice("quantized-sizes", "model", spec.name, why, f"the sizes of {spec.dtype} weights")
 
@@ -102,6 +111,8 @@ def build_device_map(
         cost = inference_cost(spec, module, wanted)
     alone = [block.stands_alone for block in spec.blocks]
     runs = partition(len(spec.blocks), cost.of, caps, stands_alone=alone, then=cost.time)
+    if runs is None:
+        runs = partition(len(spec.blocks), cost.of, caps, then=cost.time)
     if runs is None:
         raise does_not_fit(spec, cost, alone, chosen, caps)
     _say_empty(spec, runs, chosen, caps, sum(alone))
@@ -146,8 +157,10 @@ def _say_empty(
     if not left:
         return
     if len(devices) > n_useful:
-        kinds = f"{spec.n_blocks} blocks, the rest embeddings and a head"
+        kinds = f"{spec.n_blocks} blocks" + (", the rest embeddings and a head" if n_useful > spec.n_blocks else "")
         why = f"{spec.name} has {n_useful} pieces that are worth a GPU ({kinds})"
+    elif all(cap is None for cap in caps):
+        why = f"the best map has nothing for {', '.join(map(device_label, left))}: a copy between GPUs would cost more"
     else:
         limits = ", ".join(
             f"{device_label(d)} {format_bytes(c)}" for d, c in zip(devices, caps, strict=True) if c is not None

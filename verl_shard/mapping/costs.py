@@ -32,6 +32,8 @@ class Cost:
     """What the time of pieces i..j-1 goes by, where several splits cost the same."""
     what: str
     """In words: "weights and buffers"."""
+    wanted: PassSpec | None = None
+    """The pass that is counted, if one is."""
 
 
 def read_pass(purpose: str, given: Mapping[str, Any], positions: int | None) -> PassSpec | None:
@@ -46,8 +48,11 @@ def read_pass(purpose: str, given: Mapping[str, Any], positions: int | None) -> 
     if purpose == "training":
         length = min(_DEFAULT_LENGTH, positions or _DEFAULT_LENGTH)
         return pass_spec({"seq_len": length, **given}, phase="train")
-    wanted = pass_spec(dict(given), phase="generate")
-    if idle := [name for name in given if name not in _IN_INFERENCE]:
+    train_only = [name for name in given if name not in _IN_INFERENCE]
+    if train_only:
+        pass_spec(dict(given), phase="train")  # unknown names and values first
+    wanted = pass_spec({name: given[name] for name in given if name in _IN_INFERENCE}, phase="generate")
+    if idle := train_only:
         why = 'it changes nothing of weights, buffers and KV cache, which purpose="inference" counts'
         fix = 'Leave it out, or use purpose="training"'
         raise ConfigError([Finding("error", "no-effect", name, repr(given[name]), why, fix) for name in idle])
@@ -68,20 +73,23 @@ def inference_cost(spec: ModelSpec, module: nn.Module | None, wanted: PassSpec |
         cache = _cache(spec, module, wanted)
         what += f" and KV cache ({wanted.batch_size} x {wanted.seq_len} tokens)"
     total = list(accumulate((size + held for size, held in zip(sizes, cache, strict=True)), initial=0))
-    return Cost(lambda i, j: total[j] - total[i], cache, None, what)
+    return Cost(lambda i, j: total[j] - total[i], cache, None, what, wanted)
 
 
 def training_cost(spec: ModelSpec, module: nn.Module | None, wanted: PassSpec) -> Cost:
     """The peak of a training step in the steady state, which is no sum: pieces peak at different times."""
     from verl_shard.memory.trace import trace
 
+    if wanted.lora_rank:
+        fix = "Wrap the model with peft's get_peft_model and give that"
+        raise config_error("no-effect", "lora_rank", wanted.lora_rank, "a map names the modules of a given model", fix)
     if module is None:
         fix = "Give the id, folder, configuration or module that it was read from"
         raise config_error("nothing-to-trace", "model", spec.name, "a ModelSpec has no module to run", fix)
     made = trace(spec, module, wanted)
     flops = list(accumulate((forward + backward for forward, backward in made.flops), initial=0))
     what = f"peak of training ({describe(wanted)})"
-    return Cost(made.peak, [0] * len(spec.blocks), lambda i, j: flops[j] - flops[i], what)
+    return Cost(made.peak, [0] * len(spec.blocks), lambda i, j: flops[j] - flops[i], what, wanted)
 
 
 def describe(wanted: PassSpec) -> str:
@@ -109,6 +117,9 @@ def check_dtype(purpose: str, dtype: object, wanted: PassSpec | None) -> None:
 def _cache(spec: ModelSpec, module: nn.Module | None, wanted: PassSpec) -> list[int]:
     from verl_shard.memory.kv_cache import kv_cache_bytes
 
+    if module is None:
+        fix = "Give the id, folder, configuration or module that it was read from"
+        raise config_error("no-kv-cache", "model", spec.name, "a ModelSpec does not say what is cached", fix)
     config = getattr(module, "config", None)
     if not isinstance(config, PretrainedConfig):
         fix = "Leave out batch_size and seq_len, which then counts weights and buffers"

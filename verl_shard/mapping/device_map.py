@@ -112,7 +112,7 @@ class DeviceMap(dict[str, DeviceId]):
                 ratio = fullest.n_bytes * len(self.stages) / total
                 heading += f"; the fullest, {device_label(fullest.device)}, holds {ratio:.3f} x an even share"
         text = io.StringIO()
-        console = Console(file=text, width=width, highlight=False, color_system=None)
+        console = Console(file=text, width=width, highlight=False, color_system=None, markup=False)
         console.print(heading)
         console.print(table("", columns, rows))
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip()) + "\n"

@@ -65,6 +65,18 @@ def _largest(spec: ModelSpec, cost: Cost, caps: Sequence[int | None]) -> str:
 
 
 def _other_ways(cost: Cost) -> str:
-    if cost.time is None:
-        return "A smaller dtype or a quantized model needs less."
-    return 'Gradient checkpointing, a smaller batch_size, precision="bf16" and optimizer="adamw-fused" each need less.'
+    """What would need less, of what is not done yet."""
+    wanted = cost.wanted
+    if cost.time is None or wanted is None:
+        shorter = " A smaller batch_size or seq_len needs less KV cache." if wanted is not None else ""
+        return f"A smaller dtype or a quantized model needs less.{shorter}"
+    ways = [
+        ("gradient checkpointing", not wanted.gradient_checkpointing),
+        ("a smaller batch_size", wanted.batch_size > 1),
+        ("a smaller seq_len", True),
+        ('precision="bf16"', wanted.used_precision != "bf16"),
+        ('optimizer="adamw-fused"', wanted.optimizer == "adamw"),
+        ("fewer in flight", wanted.in_flight > 1),
+        ("adapters (LoRA)", True),
+    ]
+    return f"These need less: {', '.join(way for way, helps in ways if helps)}."

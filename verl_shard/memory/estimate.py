@@ -22,6 +22,7 @@ from verl_shard.memory.passes import PassSpec, pass_spec
 from verl_shard.memory.recording import ACTIVATIONS, GRADIENTS, KINDS, KV_CACHE, LOGITS, OPTIMIZER, WEIGHTS
 from verl_shard.memory.run_pass import record
 from verl_shard.memory.trace import Trace
+from verl_shard.models.devices import parse_device
 from verl_shard.models.meta import positions_of
 from verl_shard.models.read import read_model, spec_of_module
 from verl_shard.models.spec import ModelSpec
@@ -36,7 +37,8 @@ class MemoryEstimate:
     weights to workspace are what is there at the peak. forward_peak, backward_peak and optimizer_peak are of a step in
     the steady state (from the second on); for "forward" and "generate" forward_peak alone. peak is what
     torch.cuda.max_memory_allocated would say, reserved what max_memory_reserved would: what the caching allocator has
-    taken from the driver. The driver's own context comes on top (see memory/constants.py).
+    taken from the driver. The driver's own context comes on top: 0.51 to 0.60 GiB on an H200 with torch 2.11.
+    With a device_map what is copied from another GPU is in the peak and in none of the parts.
     """
 
     model: str
@@ -60,7 +62,7 @@ class MemoryEstimate:
     def report(self, width: int = 100) -> str:
         """A table for people: the parts at the peak, the phases, and with a device_map one row a GPU."""
         text = io.StringIO()
-        console = Console(file=text, width=width, highlight=False, color_system=None)
+        console = Console(file=text, width=width, highlight=False, color_system=None, markup=False)
         console.print(f"{self.model}: {self.what}")
         if self.gpus:
             columns = ["GPU", "weights", "gradients", "optimizer", "activations", "logits", "peak", "reserved"]
@@ -124,7 +126,11 @@ def estimate_memory(
         return _of_blocks(spec, traced, wanted, what, range(len(spec.blocks)))
     if wanted.lora_rank:
         device_map = {f"base_model.model.{name}" if name else name: gpu for name, gpu in device_map.items()}
-    path = spec.devices_of(device_map)
+    parsed = {name: parse_device(device, f"device_map[{name!r}]") for name, device in device_map.items()}
+    if offloaded := [name for name, device in parsed.items() if isinstance(device, str)]:
+        why = f"{', '.join(offloaded[:3])} would be off the GPUs, which is not estimated"
+        raise config_error("offloaded", "device_map", None, why, "Give a map to GPUs alone")
+    path = spec.devices_of(parsed)
     gpus = {
         gpu: _of_blocks(spec, traced, wanted, what, [i for i, at in enumerate(path) if at == gpu])
         for gpu in dict.fromkeys(path)

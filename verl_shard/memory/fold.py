@@ -65,7 +65,10 @@ def find_fold(module: nn.Module, names: Sequence[str], n_before: int) -> Fold | 
                 end += 1
             runs = (end - start) // period
             left_out = (runs - 3) * period
-            if runs > 3 and (best is None or left_out > best[0]):
+            # Models look masks up by the number of a block that runs: what follows must find its own kind there.
+            moved = start + 3 * period
+            alike = left_out <= 0 or types[moved + left_out :] == types[moved : len(types) - left_out]
+            if runs > 3 and alike and (best is None or left_out > best[0]):
                 best = left_out, Fold(n_before + start, period, runs - 2)
             start = max(end - period + 1, start + 1)
     return None if best is None else best[1]

@@ -28,6 +28,13 @@ def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     return torch.cat(pieces).view(labels.shape)
 
 
+def token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in fp32 of the next token, at the last positions that there are logits for."""
+    logits = logits.float()[:, :-1]
+    labels = ids[:, -logits.shape[1] :]
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+
+
 def ppo_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Clipped ratio of the log-probabilities of `ids`. logits: (batch, length, vocabulary); ids: (batch, length)."""
     log_probs = log_probs_of_labels(logits[:, :-1], ids[:, -logits.shape[1] :][:, 1:])

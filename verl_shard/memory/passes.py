@@ -20,7 +20,7 @@ ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
 
 @dataclass(frozen=True, kw_only=True)
 class PassSpec:
-    """What runs. Every field is a keyword of `build_device_map(purpose="training")`.
+    """What runs. The fields are keywords of `estimate_memory` and `build_device_map`.
 
     phase: "train" (forward, backward and the optimizer's step), "forward" (scoring, no gradients) or "generate".
     batch_size: sequences in one micro-batch. seq_len: tokens of each.
@@ -97,8 +97,20 @@ class PassSpec:
         return self.seq_len + (self.new_tokens if self.phase == "generate" else 0)
 
 
+_TRAINING_ONLY = ("optimizer", "gradient_checkpointing", "in_flight")
+_NO_EFFECT: dict[str, tuple[str, ...]] = {
+    "train": ("new_tokens",),
+    "forward": (*_TRAINING_ONLY, "new_tokens"),
+    "generate": (*_TRAINING_ONLY, "logits_to_keep", "loss"),
+}
+"""Fields that change nothing of a phase."""
+
+
 def pass_spec(given: dict[str, Any], **fixed: Any) -> PassSpec:
-    """A PassSpec of keywords that somebody typed. Raises ConfigError that names unknown ones with the nearest known."""
+    """A PassSpec of keywords that somebody typed.
+
+    Raises ConfigError that names unknown ones with the nearest known, and those that change nothing of the phase.
+    """
     known = {field.name for field in fields(PassSpec)} - set(fixed)
     if unknown := [name for name in given if name not in known]:
         faults = []
@@ -107,7 +119,11 @@ def pass_spec(given: dict[str, Any], **fixed: Any) -> PassSpec:
             fix = f'Did you mean "{near[0]}"?' if near else f"Use some of {', '.join(sorted(known))}"
             faults.append(Finding("error", "unknown-keyword", name, repr(given[name]), "there is no such setting", fix))
         raise ConfigError(faults)
-    return PassSpec(**given, **fixed)
+    made = PassSpec(**given, **fixed)
+    if idle := [name for name in given if name in _NO_EFFECT[made.phase]]:
+        why, fix = f'it changes nothing of phase="{made.phase}"', "Leave it out"
+        raise ConfigError([Finding("error", "no-effect", name, repr(given[name]), why, fix) for name in idle])
+    return made
 
 
 def _not_one_of(name: str, value: object, choices: tuple[object, ...]) -> Finding | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 
 from verl_shard.common.errors import config_error
-from verl_shard.memory.losses import other_loss, ppo_loss, value_loss
+from verl_shard.memory.losses import other_loss, ppo_loss, token_loss, value_loss
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.stand_ins import as_on_gpu
@@ -49,7 +50,7 @@ def train(running: Running) -> Ran:
     recorder, wanted = running.recorder, running.wanted
     ran = Ran([("forward", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
     mixed = wanted.used_precision == "bf16-mixed"
-    with as_on_gpu(recorder.add_attention, recorder.add_product), recorder:
+    with as_on_gpu(recorder.add_attention, recorder.add_product), recorder, torch.enable_grad():
         before = _live(recorder)
         losses, outputs = [], []
         for given in running.inputs:
@@ -99,7 +100,8 @@ def generate(running: Running) -> Ran:
         raise config_error("cannot-generate", "phase", wanted.phase, why, 'Use phase="forward"')
     ran = Ran([("prefill", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
     (given,) = running.inputs
-    takes = "logits_to_keep" in str(getattr(module.forward, "__wrapped__", module.forward).__code__.co_varnames)
+    base: Any = getattr(module, "get_base_model", lambda: module)()
+    takes = "logits_to_keep" in inspect.signature(base.forward).parameters
     keep: dict[str, Any] = {"logits_to_keep": 1} if takes else {}
     with as_on_gpu(recorder.add_attention, recorder.add_product), recorder, torch.no_grad():
         cache = DynamicCache(config=config)
@@ -155,6 +157,9 @@ def _call(running: Running, given: Mapping[str, Any]) -> Any:
     """The model's own call; of a module that is none of transformers', the token ids alone."""
     wanted = running.wanted
     if not hasattr(running.module, "config"):
+        if wanted.logits_to_keep is not None:
+            why = "it is an argument of transformers models"
+            raise config_error("no-effect", "logits_to_keep", wanted.logits_to_keep, why, "Leave it out")
         return running.module(given["input_ids"])
     keep = {} if wanted.logits_to_keep is None else {"logits_to_keep": wanted.logits_to_keep}
     return running.module(**given, **keep)
@@ -168,6 +173,8 @@ def _loss(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Te
     result = _call(running, {**given, "labels": given["input_ids"]} if own else given)
     if own and getattr(result, "loss", None) is not None:
         return result.loss, result
+    if kind == "causal-lm" and getattr(result, "logits", None) is not None:
+        return token_loss(result.logits, given["input_ids"]), result
     if kind == "ppo":
         return ppo_loss(result.logits, given["input_ids"]), result
     if kind == "value":

@@ -41,6 +41,10 @@ def record(spec: ModelSpec, module: nn.Module, wanted: PassSpec, *, fold: bool =
     Raises ConfigError for a model whose forward cannot be traced or is given more positions than it has.
     """
     _check_positions(module, wanted)
+    if getattr(getattr(module, "config", None), "quantization_config", None):
+        why = "its weights are quantized, and packed weights are not traced"
+        fix = 'Maps with purpose="inference" count them; for a pass, estimate the model that was quantized'
+        raise config_error("quantized", "model", spec.name, why, fix)
     copied = without_memory(module)
     config = getattr(copied, "config", None)
     if isinstance(config, PretrainedConfig):

@@ -236,13 +236,16 @@ _one_at_a_time = threading.RLock()
 
 
 @contextmanager
-def as_on_gpu(on_attention: Callable[[int], None], on_product: Callable[[int], None]) -> Iterator[None]:
+def as_on_gpu(
+    on_attention: Callable[[int], None], on_product: Callable[[int], None], *, in_every_thread: bool = False
+) -> Iterator[None]:
     """While it is on, attention, dropout and autocast have a GPU's memory, and transformers masks as on a GPU.
 
     transformers takes tensors without memory for tracing and then makes masks of (length x length), where on a GPU
     the kernel is only told that it is causal. Functions are replaced by name, for this thread, and put back; a
     TorchFunctionMode would be off in what gradient checkpointing computes again, and slow everything down.
     on_attention and on_product are told the FLOPs of the forward of each fused attention and grouped product.
+    in_every_thread: for a backward in threads of its own, as torch has them for every device but the CPU.
     """
     import transformers.masking_utils as masks
 
@@ -254,7 +257,8 @@ def as_on_gpu(on_attention: Callable[[int], None], on_product: Callable[[int], N
 
             @functools.wraps(real, updated=())
             def in_this_thread(*args: Any, **kwargs: Any) -> Any:
-                return (value if threading.get_ident() == here else real)(*args, **kwargs)
+                mine = in_every_thread or threading.get_ident() == here
+                return (value if mine else real)(*args, **kwargs)
 
             stack.callback(delattr if own is None else _restore(own), place, name)
             setattr(place, name, in_this_thread)

@@ -1,6 +1,7 @@
 """What the weights of a quantized model take, by the quantization_config of its configuration.
 
-Only linear layers are packed. Their scales, zero points and tables are counted with them, as they are on the GPU too.
+Only linear layers are packed, and with bitsandbytes GPT-2's Conv1D. Their scales, zero points and tables are counted
+with them, as they are on the GPU too.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ def quantized_sizes(module: nn.Module, config: Any) -> Sizes | None:
     if not wanted:
         return {}
     wanted = wanted if isinstance(wanted, Mapping) else wanted.to_dict()
-    size = _method(wanted)
+    method = str(getattr(wanted.get("quant_method"), "value", wanted.get("quant_method")) or "bitsandbytes")
+    size = _size(method, wanted)
     if size is None:
         return None
+    from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -33,14 +36,17 @@ def quantized_sizes(module: nn.Module, config: Any) -> Sizes | None:
     left = HfQuantizer.get_modules_to_not_convert(module, skipped)
     sizes: Sizes = {}
     for name, child in module.named_modules():
-        if isinstance(child, nn.Linear) and should_convert_module(name, left):
+        if not should_convert_module(name, left):
+            continue
+        if isinstance(child, nn.Linear):
             sizes[f"{name}.weight"] = size(child.out_features, child.in_features)
+        elif isinstance(child, Conv1D) and method == "bitsandbytes":
+            sizes[f"{name}.weight"] = size(child.nf, child.nx)
     return sizes
 
 
-def _method(wanted: Mapping[str, Any]) -> Callable[[int, int], int] | None:
+def _size(name: str, wanted: Mapping[str, Any]) -> Callable[[int, int], int] | None:
     """Bytes of a linear layer's packed weight by (rows out, columns in)."""
-    name = str(getattr(wanted.get("quant_method"), "value", wanted.get("quant_method")) or "bitsandbytes")
     if name == "bitsandbytes" and wanted.get("load_in_4bit"):
         nested = bool(wanted.get("bnb_4bit_use_double_quant"))
         return lambda out, cols: _bitsandbytes_4bit(out * cols, nested)

@@ -155,7 +155,7 @@ def own_data(options: QuickstartOptions, folder: Path) -> DataFiles:
 
 
 def lay_out(run: RunFolder, settings: RunSettings, device: Device) -> dict[str, DeviceMap]:
-    """The device map of each role, written to plan.yaml: on GPUs even in the peak of what the role does there."""
+    """The device map of each role, written to plan.yaml: on GPUs even in the peak of training for roles that train."""
     roles = ["actor", *(["critic"] if settings.algorithm == "ppo" else []), "ref"]
     devices: Sequence[object] = device.gpus or ["cpu"]
     training: dict[str, Any] = {

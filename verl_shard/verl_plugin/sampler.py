@@ -33,8 +33,8 @@ class _PromptSampling:
             raise error
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
-        # Not before three quarters of what the last batch took, then after a twentieth of what has been waited already:
-        # quick for quick steps, and no load on slow ones, nor on what makes the samples.
+        # After three quarters of what the last batch took, then a twentieth of what has been waited already, and never
+        # more than a second: quick for quick steps, and no load on slow ones, nor on what makes the samples.
         now = time.monotonic()
         self._waiting_since = self._waiting_since or now
         waited = now - self._waiting_since
