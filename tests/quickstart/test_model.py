@@ -18,7 +18,7 @@ SMALL = train_tokenizer(["user\nState it: 1 + 2 =", "12; <answer>3</answer>"] * 
 def test_the_folder_loads_as_any_model_does(model_dir: Path) -> None:
     check_model(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    assert 1.5e6 <= sum(parameter.numel() for parameter in model.parameters()) <= 10e6
+    assert 2e6 <= sum(parameter.numel() for parameter in model.parameters()) <= 10e6
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     assert len(tokenizer) == model.config.vocab_size
     assert tokenizer.eos_token == "<|im_end|>"

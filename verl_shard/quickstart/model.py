@@ -26,7 +26,7 @@ def make_model(out_dir: Path, data: DataFiles, *, seed: int) -> Path:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
-        intermediate_size=512,
+        intermediate_size=640,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
