@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from shapes import small_qwen2
 
 from verl_shard import build_device_map, estimate_memory
 from verl_shard.common.errors import ConfigError, DoesNotFitError
@@ -33,18 +33,7 @@ def _cuts(spec: ModelSpec, device_map: DeviceMap) -> list[int]:
 
 
 def _small(n_layers: int, **fields: Any) -> Any:
-    return AutoConfig.for_model(
-        "qwen2",
-        **{
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_hidden_layers": n_layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 3000,
-            **fields,
-        },
-    )
+    return small_qwen2(**{"num_hidden_layers": n_layers, "vocab_size": 3000, **fields})
 
 
 @pytest.mark.parametrize("tied", [False, True])

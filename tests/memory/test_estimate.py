@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from shapes import small_qwen2
 from transformers import AutoConfig
 
 from verl_shard import MemoryEstimate, build_device_map, estimate_memory
@@ -28,17 +29,7 @@ def test_passes_measured_on_an_h200(measured: dict[str, Any]) -> None:
 
 
 def _small(**fields: Any) -> Any:
-    kwargs = {
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 256,
-        **fields,
-    }
-    return AutoConfig.for_model("qwen2", **kwargs)
+    return small_qwen2(**{"max_position_embeddings": 256, **fields})
 
 
 def _parts(estimate: MemoryEstimate) -> int:
@@ -197,3 +188,10 @@ def test_it_can_be_asked_where_gradients_are_off() -> None:
     with torch.no_grad():
         inside = estimate_memory(_small(), batch_size=1, seq_len=8)
     assert inside == estimate_memory(_small(), batch_size=1, seq_len=8)
+
+
+def test_a_loss_that_is_asked_for_counts_in_scoring_too() -> None:
+    fields: dict[str, Any] = {"phase": "forward", "batch_size": 4, "seq_len": 128}
+    config = _small(vocab_size=50_000)
+    plain, own, ppo = (estimate_memory(config, loss=loss, **fields).peak for loss in (None, "causal-lm", "ppo"))
+    assert plain < ppo < own

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from shapes import small_qwen2
 from torch import nn
 from transformers import AutoConfig
 
@@ -103,16 +104,7 @@ def test_blocks_of_another_kind_behind_the_fold() -> None:
 
 
 def _small(**changed: Any) -> Any:
-    fields = {
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        **changed,
-    }
-    return AutoConfig.for_model("qwen2", **fields)
+    return small_qwen2(**{"num_hidden_layers": 6, **changed})
 
 
 def test_a_run_of_all_blocks_is_the_whole() -> None:

@@ -64,7 +64,7 @@ class Measured:
     measured_peak: int
     reserved: int
     measured_reserved: int
-    accelerate: int | None
+    accelerate: int
     estimate_s: float
 
 
@@ -77,7 +77,7 @@ def draw(seed: int, n: int) -> list[Row]:
         name = chance.choice(MODELS)
         entry = models[name]
         config = {"model_type": entry["model_type"], **entry["kwargs"]}
-        if name == "gpt2" or name == "gpt2-xl":
+        if entry["model_type"] == "gpt2":
             config.update({"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1})
         phase = chance.choice(("train", "train", "train", "forward", "generate"))
         longest = min(4096, config.get("max_position_embeddings") or config.get("n_positions") or 4096)
@@ -219,14 +219,13 @@ def _infer(model: Any, ids: Any, row: Row) -> int:
     return peak
 
 
-def _accelerate(row: Row) -> int | None:
+def _accelerate(row: Row) -> int:
     """`accelerate estimate-memory`: four times the weights for training with Adam, the weights for inference."""
     from accelerate.utils import calculate_maximum_sizes
 
-    from verl_shard.bench.rivals import build
+    from verl_shard.bench.rivals import build_from
 
-    fields = dict(row.config)
-    total, _ = calculate_maximum_sizes(build(fields.pop("model_type"), "AutoModelForCausalLM", fields))
+    total, _ = calculate_maximum_sizes(build_from(_config(row), "AutoModelForCausalLM"))
     if row.phase != "train":
         return int(total)
     size = total * 2 if row.fields["precision"] == "bf16-mixed" else total
@@ -241,7 +240,7 @@ def _table(measured: Sequence[Measured]) -> Any:
             format_bytes(m.measured_peak),
             f"{m.peak / m.measured_peak - 1:+.2%}",
             f"{m.reserved / m.measured_reserved - 1:+.1%}",
-            "-" if m.accelerate is None else f"{m.accelerate / m.measured_peak - 1:+.0%}",
+            f"{m.accelerate / m.measured_peak - 1:+.0%}",
         )
         for m in measured
     ]
@@ -259,6 +258,6 @@ def _summary(measured: Sequence[Measured]) -> Any:
         if own:
             rows.append(line(f"{phase}: peak", [abs(m.peak / m.measured_peak - 1) for m in own]))
     rows.append(line("reserved", [abs(m.reserved / m.measured_reserved - 1) for m in measured]))
-    others = [abs(m.accelerate / m.measured_peak - 1) for m in measured if m.accelerate]
+    others = [abs(m.accelerate / m.measured_peak - 1) for m in measured]
     rows.append(line("accelerate estimate-memory: peak", others))
     return table("Error", ("", "median", "worst", "rows"), rows)

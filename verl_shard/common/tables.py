@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+def as_text(width: int, *shown: RenderableType) -> str:
+    """Plain text of so many characters a line, for reports; what looks like markup is not, and no line is empty."""
+    text = io.StringIO()
+    console = Console(file=text, width=width, highlight=False, color_system=None, markup=False)
+    for item in shown:
+        console.print(item)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip()) + "\n"
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

@@ -18,6 +18,7 @@ from verl_shard.mapping.device_map import DeviceMap, Stage, shortened
 from verl_shard.mapping.devices import DeviceId, choose_devices, device_label, parse_caps
 from verl_shard.mapping.misfit import does_not_fit
 from verl_shard.mapping.partition import Run, partition
+from verl_shard.memory.passes import within_positions
 from verl_shard.models.meta import positions_of
 from verl_shard.models.read import read_model
 from verl_shard.models.spec import ModelSpec
@@ -74,7 +75,7 @@ def build_device_map(
 
     Raises ConfigError for what cannot be meant, and DoesNotFitError.
     """
-    wanted = read_pass(purpose, pass_fields, None)
+    wanted = read_pass(purpose, pass_fields)
     check_dtype(purpose, dtype, wanted)
     chosen = choose_devices(n_gpus, devices)
     caps = parse_caps(max_memory, chosen)
@@ -104,9 +105,8 @@ def build_device_map(
         notice("quantized-sizes", "model", spec.name, why, f"the sizes of {spec.dtype} weights")
 
     if purpose == "training":
-        wanted = read_pass(purpose, pass_fields, positions_of(module))
         assert wanted is not None, "training always has a pass"
-        cost = training_cost(spec, module, wanted)
+        cost = training_cost(spec, module, within_positions(wanted, pass_fields, positions_of(module)))
     else:
         cost = inference_cost(spec, module, wanted)
     alone = [block.stands_alone for block in spec.blocks]

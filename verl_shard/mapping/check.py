@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from transformers import PretrainedConfig
 
 from verl_shard.common.errors import ConfigError, Finding, Level, config_error
 from verl_shard.common.units import format_bytes
+from verl_shard.mapping.costs import inference_cost
 from verl_shard.mapping.devices import DeviceId, device_label, parse_device
 from verl_shard.mapping.partition import partition
 from verl_shard.models.read import read_model
@@ -203,11 +203,11 @@ def _uneven(spec: ModelSpec, devices: Mapping[str, DeviceId]) -> Iterator[Findin
         return
     loads = spec.loads(devices)
     fullest = max(gpus, key=lambda gpu: loads[gpu])
-    total = list(accumulate((block.n_bytes for block in spec.blocks), initial=0))
+    cost = inference_cost(spec, None, None).of
     alone = [block.stands_alone for block in spec.blocks]
-    runs = partition(len(spec.blocks), lambda i, j: total[j] - total[i], [None] * len(gpus), stands_alone=alone)
+    runs = partition(len(spec.blocks), cost, [None] * len(gpus), stands_alone=alone)
     assert runs is not None, "without limits there is always a split"
-    best = max(total[j] - total[i] for i, j in runs)
+    best = max(cost(i, j) for i, j in runs if i < j)
     if loads[fullest] > _UNEVEN * best:
         why = f"it holds {format_bytes(loads[fullest])} of weights and buffers, where {format_bytes(best)} would do"
         yield _finding("uneven", device_label(fullest), why, _BUILD, "warning")

@@ -18,7 +18,6 @@ from verl_shard.models.spec import ModelSpec
 PURPOSES = ("inference", "training")
 
 _IN_INFERENCE = ("batch_size", "seq_len")
-_DEFAULT_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -36,23 +35,19 @@ class Cost:
     """The pass that is counted, if one is."""
 
 
-def read_pass(purpose: str, given: Mapping[str, Any], positions: int | None) -> PassSpec | None:
+def read_pass(purpose: str, given: Mapping[str, Any]) -> PassSpec | None:
     """The pass that the keywords describe; None when inference counts weights and buffers alone.
 
-    positions: of the model, where it has a limit. Raises ConfigError for an unknown purpose, an unknown keyword, one
-    that has no effect on inference, and a value that is none.
+    Raises ConfigError for an unknown purpose, an unknown keyword, one that has no effect on inference, and a value that
+    is none.
     """
     if purpose not in PURPOSES:
         choices = " or ".join(f'"{name}"' for name in PURPOSES)
         raise config_error("unknown-purpose", "purpose", purpose, "not a purpose", f"Use {choices}")
     if purpose == "training":
-        length = min(_DEFAULT_LENGTH, positions or _DEFAULT_LENGTH)
-        return pass_spec({"seq_len": length, **given}, phase="train")
-    train_only = [name for name in given if name not in _IN_INFERENCE]
-    if train_only:
+        return pass_spec(dict(given), phase="train")
+    if idle := [name for name in given if name not in _IN_INFERENCE]:
         pass_spec(dict(given), phase="train")  # unknown names and values first
-    wanted = pass_spec({name: given[name] for name in given if name in _IN_INFERENCE}, phase="generate")
-    if idle := train_only:
         why = 'it changes nothing of weights, buffers and KV cache, which purpose="inference" counts'
         fix = 'Leave it out, or use purpose="training"'
         raise ConfigError([Finding("error", "no-effect", name, repr(given[name]), why, fix) for name in idle])
@@ -61,7 +56,7 @@ def read_pass(purpose: str, given: Mapping[str, Any], positions: int | None) -> 
     if "seq_len" not in given:
         fix = "Give seq_len too: the tokens of a sequence, prompt and response"
         raise config_error("no-length", "batch_size", given["batch_size"], "the KV cache also needs a length", fix)
-    return wanted
+    return pass_spec(dict(given), phase="generate")
 
 
 def inference_cost(spec: ModelSpec, module: nn.Module | None, wanted: PassSpec | None) -> Cost:
@@ -88,20 +83,8 @@ def training_cost(spec: ModelSpec, module: nn.Module | None, wanted: PassSpec) -
         raise config_error("nothing-to-trace", "model", spec.name, "a ModelSpec has no module to run", fix)
     made = trace(spec, module, wanted)
     flops = list(accumulate((forward + backward for forward, backward in made.flops), initial=0))
-    what = f"peak of training ({describe(wanted)})"
+    what = f"peak of training ({wanted.words})"
     return Cost(made.peak, [0] * len(spec.blocks), lambda i, j: flops[j] - flops[i], what, wanted)
-
-
-def describe(wanted: PassSpec) -> str:
-    """A pass in words."""
-    words = [f"{wanted.batch_size} x {wanted.seq_len} tokens", wanted.used_precision, wanted.optimizer]
-    if wanted.gradient_checkpointing:
-        words.append("gradient checkpointing")
-    if wanted.attn_implementation != "sdpa":
-        words.append(wanted.attn_implementation)
-    if wanted.in_flight > 1:
-        words.append(f"{wanted.in_flight} micro-batches in flight")
-    return ", ".join(words)
 
 
 def check_dtype(purpose: str, dtype: object, wanted: PassSpec | None) -> None:

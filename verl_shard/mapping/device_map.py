@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -11,11 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
-
 from verl_shard.common.errors import config_error
 from verl_shard.common.files import write_whole
-from verl_shard.common.tables import table
+from verl_shard.common.tables import as_text, table
 from verl_shard.common.units import format_bytes
 from verl_shard.mapping.devices import DeviceId, device_label, parse_device
 from verl_shard.models.spec import Block
@@ -111,11 +108,7 @@ class DeviceMap(dict[str, DeviceId]):
             if len(self.stages) > 1 and total and fullest is not None:
                 ratio = fullest.n_bytes * len(self.stages) / total
                 heading += f"; the fullest, {device_label(fullest.device)}, holds {ratio:.3f} x an even share"
-        text = io.StringIO()
-        console = Console(file=text, width=width, highlight=False, color_system=None, markup=False)
-        console.print(heading)
-        console.print(table("", columns, rows))
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip()) + "\n"
+        return as_text(width, heading, table("", columns, rows))
 
     def to_dict(self) -> dict[str, Any]:
         """What `save` writes: JSON-ready, opening with the schema."""

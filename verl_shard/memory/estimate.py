@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import RenderableType
 from torch import nn
 from transformers import PretrainedConfig
 
 from verl_shard.common.errors import MissingExtraError, config_error
-from verl_shard.common.tables import table
+from verl_shard.common.tables import as_text, table
 from verl_shard.common.units import format_bytes
 from verl_shard.memory.allocator import replay
 from verl_shard.memory.constants import HANDLES, cublas_workspace
-from verl_shard.memory.passes import PassSpec, pass_spec
+from verl_shard.memory.passes import PassSpec, pass_spec, within_positions
 from verl_shard.memory.recording import ACTIVATIONS, GRADIENTS, KINDS, KV_CACHE, LOGITS, OPTIMIZER, WEIGHTS
 from verl_shard.memory.run_pass import record
 from verl_shard.memory.trace import Trace
@@ -28,6 +27,7 @@ from verl_shard.models.read import read_model, spec_of_module
 from verl_shard.models.spec import ModelSpec
 
 SCHEMA = "verl_shard/memory_estimate/1"
+_PHASES = {"train": "training", "forward": "a forward pass", "generate": "generation"}
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ class MemoryEstimate:
 
     def report(self, width: int = 100) -> str:
         """A table for people: the parts at the peak, the phases, and with a device_map one row a GPU."""
-        text = io.StringIO()
-        console = Console(file=text, width=width, highlight=False, color_system=None, markup=False)
-        console.print(f"{self.model}: {self.what}")
+        shown: list[RenderableType] = [f"{self.model}: {self.what}"]
         if self.gpus:
             columns = ["GPU", "weights", "gradients", "optimizer", "activations", "logits", "peak", "reserved"]
             rows = [[gpu, *(format_bytes(getattr(e, name)) for name in columns[1:])] for gpu, e in self.gpus.items()]
@@ -71,15 +69,15 @@ class MemoryEstimate:
                 columns.insert(6, "kv_cache")
                 for row, e in zip(rows, self.gpus.values(), strict=True):
                     row.insert(6, format_bytes(e.kv_cache))
-            console.print(table("", columns, rows))
+            shown.append(table("", columns, rows))
         else:
             parts = [(name, getattr(self, name)) for name in (*KINDS, "workspace") if getattr(self, name)]
-            console.print(table("", ("at the peak", "bytes"), [(name, format_bytes(size)) for name, size in parts]))
+            shown.append(table("", ("at the peak", "bytes"), [(name, format_bytes(size)) for name, size in parts]))
             peaks = [(name, format_bytes(size)) for name, size in self.phases.items()]
-            console.print(table("", ("phase", "peak"), peaks))
+            shown.append(table("", ("phase", "peak"), peaks))
         fullest = "on the fullest GPU " if self.gpus else ""
-        console.print(f"peak {fullest}{format_bytes(self.peak)}, reserved by torch {format_bytes(self.reserved)}")
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip()) + "\n"
+        shown.append(f"peak {fullest}{format_bytes(self.peak)}, reserved by torch {format_bytes(self.reserved)}")
+        return as_text(width, *shown)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, opening with the schema."""
@@ -116,12 +114,11 @@ def estimate_memory(
         no_split_module_classes=no_split_module_classes,
         trust_remote_code=trust_remote_code,
     )
-    if "seq_len" not in pass_fields and (positions := positions_of(module)) is not None:
-        wanted = pass_spec({**pass_fields, "seq_len": min(wanted.seq_len, positions)}, phase=phase)
+    wanted = within_positions(wanted, pass_fields, positions_of(module))
     if wanted.lora_rank:
         spec, module = _with_lora(spec, module, wanted)
     traced = Trace.of(record(spec, module, wanted), wanted)
-    what = describe(wanted)
+    what = f"{_PHASES[wanted.phase]} ({wanted.words})"
     if device_map is None:
         return _of_blocks(spec, traced, wanted, what, range(len(spec.blocks)))
     if wanted.lora_rank:
@@ -137,24 +134,6 @@ def estimate_memory(
     }
     fullest = max(gpus.values(), key=lambda estimate: estimate.peak)
     return MemoryEstimate(**{**vars(fullest), "gpus": gpus})
-
-
-def describe(wanted: PassSpec) -> str:
-    """A pass in words."""
-    lengths = f"{wanted.seq_len}" + (f" + {wanted.new_tokens}" if wanted.new_tokens else "")
-    words = [f"{wanted.batch_size} x {lengths} tokens", wanted.used_precision]
-    if wanted.phase == "train":
-        words.append(wanted.optimizer)
-    if wanted.gradient_checkpointing:
-        words.append("gradient checkpointing")
-    if wanted.attn_implementation != "sdpa":
-        words.append(wanted.attn_implementation)
-    if wanted.lora_rank:
-        words.append(f"LoRA of rank {wanted.lora_rank}")
-    if wanted.in_flight > 1:
-        words.append(f"{wanted.in_flight} micro-batches in flight")
-    name = {"train": "training", "forward": "a forward pass", "generate": "generation"}[wanted.phase]
-    return f"{name} ({', '.join(words)})"
 
 
 def _of_blocks(spec: ModelSpec, traced: Trace, wanted: PassSpec, what: str, blocks: Collection[int]) -> MemoryEstimate:

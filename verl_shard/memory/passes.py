@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
@@ -92,9 +93,33 @@ class PassSpec:
         return torch.bfloat16 if self.used_precision == "bf16" else torch.float32
 
     @property
+    def words(self) -> str:
+        """What is run, for people: "4 x 2048 tokens, bf16, adamw, gradient checkpointing"."""
+        lengths = f"{self.seq_len}" + (f" + {self.new_tokens}" if self.new_tokens else "")
+        words = [f"{self.batch_size} x {lengths} tokens", self.used_precision]
+        if self.phase == "train":
+            words.append(self.optimizer)
+        if self.gradient_checkpointing:
+            words.append("gradient checkpointing")
+        if self.attn_implementation != "sdpa":
+            words.append(self.attn_implementation)
+        if self.lora_rank:
+            words.append(f"LoRA of rank {self.lora_rank}")
+        if self.in_flight > 1:
+            words.append(f"{self.in_flight} micro-batches in flight")
+        return ", ".join(words)
+
+    @property
     def length(self) -> int:
         """Tokens of a sequence at the end of the pass."""
         return self.seq_len + (self.new_tokens if self.phase == "generate" else 0)
+
+
+def within_positions(wanted: PassSpec, given: Mapping[str, Any], positions: int | None) -> PassSpec:
+    """`wanted` with a default seq_len that the model has positions for; a length that was given stays."""
+    if "seq_len" in given or positions is None:
+        return wanted
+    return replace(wanted, seq_len=min(wanted.seq_len, positions))
 
 
 _TRAINING_ONLY = ("optimizer", "gradient_checkpointing", "in_flight")

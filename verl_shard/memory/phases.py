@@ -85,8 +85,8 @@ def score(running: Running) -> Ran:
     with as_on_gpu(recorder.add_attention, recorder.add_product), recorder, torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
             output = _call(running, given)
-            if wanted.loss == "ppo":
-                ppo_loss(output.logits, given["input_ids"])
+            if wanted.loss is not None:
+                _loss_of(wanted.loss, output, given["input_ids"])
         del output
     return ran
 
@@ -173,10 +173,14 @@ def _loss(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Te
     result = _call(running, {**given, "labels": given["input_ids"]} if own else given)
     if own and getattr(result, "loss", None) is not None:
         return result.loss, result
+    return _loss_of(kind, result, given["input_ids"]), result
+
+
+def _loss_of(kind: str | None, result: Any, ids: torch.Tensor) -> torch.Tensor:
     if kind == "causal-lm" and getattr(result, "logits", None) is not None:
-        return token_loss(result.logits, given["input_ids"]), result
+        return token_loss(result.logits, ids)
     if kind == "ppo":
-        return ppo_loss(result.logits, given["input_ids"]), result
+        return ppo_loss(result.logits, ids)
     if kind == "value":
-        return value_loss(result.logits), result
-    return other_loss(result), result
+        return value_loss(result.logits)
+    return other_loss(result)

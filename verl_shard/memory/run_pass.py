@@ -45,18 +45,13 @@ def record(spec: ModelSpec, module: nn.Module, wanted: PassSpec, *, fold: bool =
         why = "its weights are quantized, and packed weights are not traced"
         fix = 'Maps with purpose="inference" count them; for a pass, estimate the model that was quantized'
         raise config_error("quantized", "model", spec.name, why, fix)
-    copied = without_memory(module)
-    config = getattr(copied, "config", None)
-    if isinstance(config, PretrainedConfig):
-        config.use_cache = wanted.phase == "generate"
-    set_attention(copied, wanted.attn_implementation)
+    copied = _prepared(module, wanted)
     pieces = Pieces.of(spec)
     names = [block.names[0] for block in spec.blocks if block.kind == "block" and len(block.names) == 1]
     n_before = next((i for i, block in enumerate(spec.blocks) if block.kind == "block"), 0)
     found = find_fold(copied, names, n_before) if fold else None
     if found is None:
         return _record(spec, pieces, names, copied, wanted)
-    whole = without_memory(copied)
     fold_module(copied, names, found, n_before)
     folded = fold_pieces(pieces, names, found, n_before)
     kept = names[: len(names) - len(found.left_out)]
@@ -64,7 +59,17 @@ def record(spec: ModelSpec, module: nn.Module, wanted: PassSpec, *, fold: bool =
         recording = unfold(_record(spec, folded, kept, copied, wanted), found)
     except ConfigError:  # a model that counts its layers; run whole it says what is wrong, if anything is
         recording = None
-    return _record(spec, pieces, names, whole, wanted) if recording is None else recording
+    return _record(spec, pieces, names, _prepared(module, wanted), wanted) if recording is None else recording
+
+
+def _prepared(module: nn.Module, wanted: PassSpec) -> nn.Module:
+    """A copy without memory, with the attention and the caching that the pass has."""
+    copied = without_memory(module)
+    config = getattr(copied, "config", None)
+    if isinstance(config, PretrainedConfig):
+        config.use_cache = wanted.phase == "generate"
+    set_attention(copied, wanted.attn_implementation)
+    return copied
 
 
 def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.Module, wanted: PassSpec) -> Recording:
