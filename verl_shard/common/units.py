@@ -6,6 +6,8 @@ import re
 
 from verl_shard.common.errors import config_error
 
+GIB = 2**30
+
 _FACTORS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _FACTORS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 

@@ -1,0 +1,86 @@
+"""Workload: what one RL step does, in verl's words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.config.validated import config_class
+
+# verl's advantage estimators (verl.trainer.ppo.core_algos.AdvantageEstimator), and "ppo" for "gae".
+Algorithm = Literal[
+    "ppo", "gae", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo",
+    "rloo_vectorized", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
+]  # fmt: skip
+Kl = Literal["none", "loss", "reward"]
+Count = Annotated[int, Field(ge=1)]
+
+
+@config_class
+class Workload:
+    """One step: prompts are answered n times each, scored, and trained on in mini-batches.
+
+    Raises ConfigError with every fault at once.
+    """
+
+    algorithm: Algorithm = Field(
+        "ppo", description="ppo (gae, with a critic), or one of verl's other estimators, without."
+    )
+    train_batch_size: Count = Field(256, description="Prompts in a step (data.train_batch_size).")
+    n: Count = Field(1, description="Responses to each prompt (rollout.n).")
+    prompt_length: Count = Field(512, description="Longest prompt, in tokens (data.max_prompt_length).")
+    response_length: Count = Field(1024, description="Longest response, in tokens (data.max_response_length).")
+    mean_response_length: Count | None = Field(
+        None, description="Tokens of a response on average, for times; by default the longest."
+    )
+    ppo_mini_batch_size: Count | None = Field(
+        None, description="Prompts in one optimizer step (actor.ppo_mini_batch_size); by default the whole batch."
+    )
+    ppo_epochs: Count = Field(1, description="Times a batch is trained on (actor.ppo_epochs).")
+    kl: Kl = Field(
+        "loss", description="Where the KL to the reference policy goes: loss, reward, or none, without a ref."
+    )
+    remove_padding: bool = Field(False, description="Inputs are packed, without padding (model.use_remove_padding).")
+
+    def __post_init__(self) -> None:
+        faults = []
+        mini, mean = self.ppo_mini_batch_size, self.mean_response_length
+        if mini is not None and mini > self.train_batch_size:
+            why = f"it is more than the {self.train_batch_size} prompts of a step"
+            faults.append(_fault("ppo_mini_batch_size", mini, why, f"Give {self.train_batch_size} or less"))
+        if mean is not None and mean > self.response_length:
+            why = f"it is more than the longest response, {self.response_length}"
+            faults.append(_fault("mean_response_length", mean, why, f"Give {self.response_length} or less"))
+        if faults:
+            raise ConfigError(faults)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of the longest sequence, prompt and response."""
+        return self.prompt_length + self.response_length
+
+    @property
+    def mean_sequence_length(self) -> int:
+        """Tokens that a sequence has on average, for times."""
+        return self.prompt_length + (self.mean_response_length or self.response_length)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in a step."""
+        return self.train_batch_size * self.n
+
+    @property
+    def mini_batch_sequences(self) -> int:
+        """Sequences in one optimizer step."""
+        return (self.ppo_mini_batch_size or self.train_batch_size) * self.n
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the algorithm learns values."""
+        return self.algorithm in ("ppo", "gae")
+
+
+def _fault(where: str, given: object, why: str, fix: str) -> Finding:
+    return Finding("error", where.replace("_", "-"), where, str(given), why, fix)
