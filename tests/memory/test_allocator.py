@@ -71,6 +71,25 @@ def test_whatever_comes(requests: list[tuple[bool, int]]) -> None:
     assert allocator.allocated == 0
 
 
+def test_a_workspace_is_cut_out_of_what_is_cached() -> None:
+    """Made at the backward's first product, it takes a part of the block that the logits had: the next step's logits
+    need a segment of their own. Made before everything it would have cost 32 MiB."""
+    step = [("forward", 0, 100 * _M), ("forward", 1, 4 * _M), ("forward", 0, -1), ("backward", 2, 4 * _M)]
+    plain = replay([], [], step, steps=2)
+    assert plain.reserved == 120 * _M
+    held = replay([], [], step, steps=2, workspaces={2: {"cublas": 32 * _M}})
+    assert held.workspace == 32 * _M
+    assert held.reserved == 220 * _M
+    assert held.phase_peaks == {"forward": (104 + 32) * _M, "backward": (4 + 4 + 32) * _M}
+
+
+def test_a_workspace_is_made_once_a_thread() -> None:
+    step = [("forward", 0, 4 * _M), ("forward", 1, 4 * _M), ("backward", 2, 4 * _M), ("backward", 3, 4 * _M)]
+    both = {"cublas": 32 * _M, "cublas-lt": _M}
+    held = replay([], [], step, steps=3, workspaces={0: {"cublas": 32 * _M}, 1: both, 2: both, 3: both})
+    assert held.workspace == 2 * 33 * _M
+
+
 def test_a_step_is_repeated_and_the_first_makes_the_states() -> None:
     step = [("forward", 0, 4 * _M), ("backward", 1, 8 * _M), ("backward", 0, -1), ("optimizer", -1, 0)]
     replayed = replay([16 * _M], [12 * _M], step, steps=3)

@@ -13,19 +13,51 @@ from shapes import small_qwen2
 from transformers import AutoConfig
 
 from verl_shard import MemoryEstimate, build_device_map, estimate_memory
-from verl_shard.bench.memory import MODELS, Row, _estimate, draw
+from verl_shard.bench.memory import _estimate
+from verl_shard.bench.memory_rows import Row
 from verl_shard.common.errors import ConfigError
-from verl_shard.memory.constants import CUBLAS_HOPPER
+from verl_shard.memory.constants import CUBLAS_HOPPER, CUBLAS_LT
 
 _RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200_memory.json"
-_ROWS = json.loads(_RESULTS.read_text())["rows"]
+_RECORDED = json.loads(_RESULTS.read_text())
+_ROWS = _RECORDED["rows"]
+_HARDEST = (4, 8, 11, 15, 30, 47, 48, 53, 57, 58, 63, 65)
+"""Rows whose reserved memory was or is furthest off: what fits into which cached block decides them."""
+_TRUTH = json.loads((Path(__file__).parents[1] / "data" / "h200_memory.json").read_text())
 
 
-@pytest.mark.parametrize("measured", _ROWS[::3], ids=lambda m: f"{m['row']['model']}-{m['row']['phase']}")
-def test_passes_measured_on_an_h200(measured: dict[str, Any]) -> None:
+@pytest.mark.parametrize("index", sorted({*range(0, len(_ROWS), 6), *_HARDEST}))
+def test_passes_measured_on_an_h200(index: int) -> None:
+    measured = _ROWS[index]
     estimate = _estimate(Row(**measured["row"]))
-    assert estimate.peak == pytest.approx(measured["measured_peak"], rel=0.01)
-    assert estimate.reserved == pytest.approx(measured["measured_reserved"], rel=0.1)
+    assert estimate.peak == pytest.approx(measured["measured_peak"], rel=0.005)
+    exact = measured["row"]["phase"] == "forward"  # few blocks are cached, and each fits or does not
+    assert estimate.reserved == pytest.approx(measured["measured_reserved"], rel=0.002 if exact else 0.06)
+
+
+@pytest.mark.parametrize("model", ["qwen2-0.5b", "llama-3.2-1b"])
+@pytest.mark.parametrize(("master", "ckpt"), [("fp32", True), ("fp32", False), ("bf16", True)])
+def test_each_phase_measured_on_an_h200(model: str, master: str, ckpt: bool) -> None:
+    """Both models tie their head to the embedding, whose two gradients are summed in the backward: in place."""
+    (row,) = (
+        row
+        for row in _TRUTH["rows"]
+        if row["kind"] == "train"
+        and (row["model"], row["master"], row["ckpt"]) == (model, master, ckpt)
+        and (row["batch"], row["seq"], row["attn"]) == (4, 512, "sdpa")
+    )
+    fields = dict(_TRUTH["configs"][model])
+    estimate = estimate_memory(
+        AutoConfig.for_model(fields.pop("model_type"), **fields),
+        task="causal-lm",
+        batch_size=4,
+        seq_len=512,
+        precision="bf16-mixed" if master == "fp32" else "bf16",
+        gradient_checkpointing=ckpt,
+    )
+    assert estimate.forward_peak == pytest.approx(row["fwd_peak"], rel=0.003)
+    assert estimate.backward_peak == pytest.approx(row["bwd_peak"], rel=0.003)
+    assert estimate.optimizer_peak == pytest.approx(row["opt_peak"], rel=0.003)
 
 
 def _small(**fields: Any) -> Any:
@@ -44,7 +76,8 @@ def test_the_parts_make_the_peak(phase: str) -> None:
     assert estimate.peak == max(estimate.phases.values())
     # What the allocator gives out beyond what was asked for is in no part.
     assert 0 <= estimate.peak - _parts(estimate) <= 0.02 * estimate.peak
-    assert estimate.workspace == (2 if phase == "train" else 1) * CUBLAS_HOPPER.n_bytes
+    # One more for the products with a bias, of which a Qwen2 has three a block, and none in the backward.
+    assert estimate.workspace == (2 if phase == "train" else 1) * CUBLAS_HOPPER.n_bytes + CUBLAS_LT.n_bytes
     assert estimate.reserved >= estimate.peak
 
 
@@ -62,7 +95,7 @@ def test_on_each_gpu_of_a_map() -> None:
     estimate = estimate_memory(config, device_map=device_map, **fields)
     assert list(estimate.gpus) == [0, 1, 2]
     for gpu, load in device_map.loads.items():
-        assert estimate.gpus[gpu].peak - estimate.workspace == pytest.approx(load, rel=0.02)
+        assert estimate.gpus[gpu].peak - estimate.gpus[gpu].workspace == pytest.approx(load, rel=0.02)
     assert estimate.peak == max(e.peak for e in estimate.gpus.values())
     assert "fullest GPU" in estimate.report()
     whole = estimate_memory(config, device_map={"": 0}, **fields)
@@ -130,18 +163,15 @@ def test_it_is_read_as_text_and_as_json() -> None:
     assert json.loads(json.dumps(estimate.to_dict()))["schema"] == "verl_shard/memory_estimate/1"
 
 
-def test_rows_are_drawn_from_the_seed() -> None:
-    assert draw(3, 20) == draw(3, 20) != draw(4, 20)
-    assert {row.model for row in draw(0, 200)} == set(MODELS)
-
-
 def test_the_command(small_config: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from verl_shard.cli.main import run
 
     small_config("llama").save_pretrained(tmp_path / "model")
     argv = ["estimate", str(tmp_path / "model"), "--batch-size", "2", "--seq-len", "16"]
-    assert run([*argv, "--gradient-checkpointing"]) == 0
-    assert "reserved by torch" in capsys.readouterr().out
+    assert run([*argv, "--gradient-checkpointing", "--packed"]) == 0
+    said = capsys.readouterr().out
+    assert "reserved by torch" in said
+    assert "packed" in said
     map_file = str(tmp_path / "map.json")
     assert run(["map", str(tmp_path / "model"), "--gpus", "2", "--save", map_file]) == 0
     capsys.readouterr()

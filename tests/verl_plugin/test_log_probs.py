@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,9 +37,33 @@ def test_values_and_gradients_are_verls(
     assert torch.allclose(ours.grad.float(), theirs.grad.float(), atol=tolerance)
 
 
-def test_engines_of_the_process_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 40, 2**24])
+def test_entropies_and_their_gradients_are_verls(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
+) -> None:
+    from verl.utils import torch_functional
+
+    monkeypatch.setattr(losses, "CHUNK", chunk)
+    logits = (5 * torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(0))).to(dtype)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    got, want = losses.entropy_of_logits(ours), torch_functional.entropy_from_logits(theirs)
+    assert torch.equal(got, want)
+    got.float().sum().backward()
+    want.float().sum().backward()
+    assert ours.grad is not None
+    assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_engines_of_the_process_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.utils import torch_functional
 
     monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", None)
-    hooks.log_probs_in_chunks()
-    assert torch_functional.logprobs_from_logits_v2 is hooks.log_probs_of_labels
+    monkeypatch.setattr(torch_functional, "entropy_from_logits", torch_functional.entropy_from_logits)
+    compiled = SimpleNamespace(compute_entropy_from_logits=len)
+    engine = SimpleNamespace(compute_entropy_from_logits=torch_functional.entropy_from_logits)
+    hooks.losses_in_chunks(compiled)
+    hooks.losses_in_chunks(engine)
+    assert compiled.compute_entropy_from_logits is len
+    assert torch_functional.logprobs_from_logits_v2 is losses.log_probs_of_labels
+    assert torch_functional.entropy_from_logits is losses.entropy_of_logits

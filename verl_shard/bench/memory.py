@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,100 +11,52 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_shard.bench.maps import zoo
+from verl_shard.bench.estimators import Asked, Estimator, to_ask
+from verl_shard.bench.memory_rows import KINDS, Row, draw
 from verl_shard.bench.start import machine
 from verl_shard.common.errors import RunError, config_error
 from verl_shard.common.files import write_whole
-from verl_shard.common.seeds import derive_seed
 from verl_shard.common.tables import err, out, table
 from verl_shard.common.units import format_bytes
 
-SCHEMA = "verl_shard/bench-memory/1"
-MODELS = (
-    "qwen2-0.5b",
-    "qwen3-0.6b",
-    "gemma-3-1b",
-    "gpt2",
-    "gpt2-xl",
-    "phi-3-mini",
-    "qwen2-7b",
-    "llama-3.1-8b",
-    "mistral-7b",
-)
+SCHEMA = "verl_shard/bench-memory/2"
 _ROOM = 0.85
 """Of the card's memory, the most that a row may be estimated at."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One thing that is run. fields: of PassSpec."""
-
-    model: str
-    config: dict[str, Any]
-    phase: str
-    fields: dict[str, Any]
-
-    def words(self) -> str:
-        """What it is, in a line."""
-        said = {key: value for key, value in self.fields.items() if key not in ("batch_size", "seq_len")}
-        return f"{self.phase} {self.fields['batch_size']} x {self.fields['seq_len']}" + "".join(
-            f", {value if isinstance(value, str) else key if value is True else f'{key} {value}'}"
-            for key, value in said.items()
-            if value
-        )
-
-
-@dataclass(frozen=True)
 class Measured:
-    """Bytes: what was estimated and what torch measured, peak and reserved; accelerate's own estimate of the peak."""
+    """Bytes: what was estimated and what torch measured, peak and reserved; others: their estimates of the peak."""
 
     row: Row
     peak: int
     measured_peak: int
     reserved: int
     measured_reserved: int
-    accelerate: int
+    others: dict[str, int]
     estimate_s: float
 
 
-def draw(seed: int, n: int) -> list[Row]:
-    """Rows of published models, with lengths, batches and settings drawn from `seed`."""
-    chance = random.Random(derive_seed(seed, "bench", "memory"))
-    models = {entry["name"]: entry for entry in zoo()}
-    rows: list[Row] = []
-    while len(rows) < n:
-        name = chance.choice(MODELS)
-        entry = models[name]
-        config = {"model_type": entry["model_type"], **entry["kwargs"]}
-        if entry["model_type"] == "gpt2":
-            config.update({"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1})
-        phase = chance.choice(("train", "train", "train", "forward", "generate"))
-        longest = min(4096, config.get("max_position_embeddings") or config.get("n_positions") or 4096)
-        length = 64 * chance.randint(2, longest // 64 - 4)
-        fields: dict[str, Any] = {"batch_size": chance.choice((1, 2, 3, 4, 6, 8)), "seq_len": length}
-        if phase == "train":
-            fields["precision"] = chance.choice(("bf16", "bf16-mixed"))
-            fields["gradient_checkpointing"] = chance.random() < 0.5
-            fields["optimizer"] = chance.choice(("adamw", "adamw", "adamw-fused", "sgd"))
-            if length <= 1024 and chance.random() < 0.2:
-                fields["attn_implementation"] = "eager"
-        elif phase == "generate":
-            fields["new_tokens"] = chance.choice((32, 64, 128))
-        rows.append(Row(name, config, phase, fields))
-    return rows
+def bench_memory(
+    *, seed: int, n: int, result: Path | None, kinds: Sequence[str] = tuple(KINDS), slow: bool = False
+) -> list[Measured]:
+    """Estimates and runs `n` rows; prints both side by side, and writes JSON when `result` is given.
 
-
-def bench_memory(*, seed: int, n: int, result: Path | None) -> list[Measured]:
-    """Estimates and runs `n` rows; prints both side by side, and writes JSON when `result` is given."""
+    kinds: of rows, taken in turn: some of KINDS. slow: asks the estimators too that take long.
+    Raises ConfigError without a GPU or for an unknown kind, RunError when no row fits.
+    """
     import torch
 
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise config_error("kind", "--kind", unknown[0], "not a kind of rows", f"Use some of {', '.join(KINDS)}")
     if not torch.cuda.is_available():
         fix = "Run it on a machine with a GPU; estimates themselves need none: verl-shard estimate"
         raise config_error("no-gpu", "bench memory", None, "it measures on a GPU, and torch sees none", fix)
     total = torch.cuda.get_device_properties(0).total_memory
+    estimators = _ask(slow)
     measured: list[Measured] = []
     skipped = 0
-    for row in draw(seed, 4 * n):
+    for row in draw(seed, 4 * n, kinds):
         if len(measured) == n:
             break
         began = time.perf_counter()
@@ -115,19 +66,48 @@ def bench_memory(*, seed: int, n: int, result: Path | None) -> list[Measured]:
             skipped += 1
             continue
         peak, reserved = measure(row)
-        measured.append(Measured(row, estimate.peak, peak, estimate.reserved, reserved, _accelerate(row), seconds))
+        others = _others(row, estimators)
+        measured.append(Measured(row, estimate.peak, peak, estimate.reserved, reserved, others, seconds))
         err.print(f"{row.model}: {row.words()}: {format_bytes(estimate.peak)}, measured {format_bytes(peak)}")
     if not measured:
         raise RunError(f"all {skipped} rows are estimated at more than {_ROOM:.0%} of this GPU's {format_bytes(total)}")
-    out.print(_table(measured))
-    out.print(_summary(measured))
     if skipped:
         limit = f"{_ROOM:.0%} of {format_bytes(total)}"
         err.print(f"{len(measured)} of {n} rows; {skipped} were left out, estimated at more than {limit}")
-    if result is not None:
-        record = {"schema": SCHEMA, "machine": machine(), "seed": seed, "rows": [asdict(m) for m in measured]}
-        write_whole(result, json.dumps(record, indent=1) + "\n")
+    _tell(measured, {"machine": machine(), "seed": seed}, result)
     return measured
+
+
+def compare_memory(recorded: Path, *, result: Path | None, slow: bool = False) -> list[Measured]:
+    """What was measured elsewhere beside what is estimated now, by us and by others: no GPU is needed.
+
+    recorded: a file that `bench_memory` wrote. Raises ConfigError for another file.
+    """
+    try:
+        known = json.loads(recorded.read_text())
+        rows = [(Row(**entry["row"]), entry["measured_peak"], entry["measured_reserved"]) for entry in known["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"it cannot be read as what bench memory writes ({type(error).__name__}: {error})"
+        raise config_error("recorded", "--compare", str(recorded), why, "Give a file of bench memory --out") from error
+    estimators = _ask(slow)
+    measured = []
+    for row, peak, reserved in rows:
+        began = time.perf_counter()
+        estimate = _estimate(row)
+        seconds = time.perf_counter() - began
+        measured.append(
+            Measured(row, estimate.peak, peak, estimate.reserved, reserved, _others(row, estimators), seconds)
+        )
+    _tell(measured, {"machine": known.get("machine"), "seed": known.get("seed")}, result)
+    return measured
+
+
+def _tell(measured: Sequence[Measured], about: dict[str, Any], result: Path | None) -> None:
+    for shown in _tables(measured):
+        out.print(shown)
+    if result is not None:
+        record = {"schema": SCHEMA, **about, "rows": [asdict(m) for m in measured]}
+        write_whole(result, json.dumps(record, indent=1) + "\n")
 
 
 def _config(row: Row) -> Any:
@@ -162,20 +142,31 @@ def measure(row: Row) -> tuple[int, int]:
             attn_implementation=f.get("attn_implementation", "sdpa"),
         )
     torch.cuda.empty_cache()  # a tied head is made before it is tied
-    ids = torch.randint(0, 1000, (f["batch_size"], f["seq_len"]), device="cuda")
+    given = _inputs(f)
     try:
         if row.phase == "train":
-            peak = _train(model, ids, f, mixed)
+            peak = _train(model, given, f, mixed)
         else:
             model.eval().requires_grad_(False)
-            peak = _infer(model, ids, row)
+            peak = _infer(model, given, row)
         return peak, torch.cuda.max_memory_reserved()
     finally:
-        del model, ids
+        del model, given
         gc.collect()
 
 
-def _train(model: Any, ids: Any, f: dict[str, Any], mixed: bool) -> int:
+def _inputs(f: dict[str, Any]) -> dict[str, Any]:
+    """Token ids, (sequences, tokens); packed, all in one row with positions that begin anew at each sequence."""
+    import torch
+
+    ids = torch.randint(0, 1000, (f["batch_size"], f["seq_len"]), device="cuda")
+    if not f.get("packed"):
+        return {"input_ids": ids}
+    positions = torch.arange(f["seq_len"], device="cuda").repeat(f["batch_size"])
+    return {"input_ids": ids.reshape(1, -1), "position_ids": positions.reshape(1, -1)}
+
+
+def _train(model: Any, given: dict[str, Any], f: dict[str, Any], mixed: bool) -> int:
     import torch
 
     model.train()
@@ -191,7 +182,7 @@ def _train(model: Any, ids: Any, f: dict[str, Any], mixed: bool) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
-            result = model(input_ids=ids, labels=ids, use_cache=False)
+            result = model(**given, labels=given["input_ids"], use_cache=False)
         result.loss.backward()
         del result
         optimizer.step()
@@ -200,7 +191,7 @@ def _train(model: Any, ids: Any, f: dict[str, Any], mixed: bool) -> int:
     return peak
 
 
-def _infer(model: Any, ids: Any, row: Row) -> int:
+def _infer(model: Any, given: dict[str, Any], row: Row) -> int:
     import torch
 
     peak = 0
@@ -208,9 +199,9 @@ def _infer(model: Any, ids: Any, row: Row) -> int:
         torch.cuda.reset_peak_memory_stats()
         with torch.no_grad():
             if row.phase == "forward":
-                result = model(input_ids=ids, use_cache=False)
+                result = model(**given, use_cache=False)
             else:
-                n = row.fields["new_tokens"]
+                n, ids = row.fields["new_tokens"], given["input_ids"]
                 result = model.generate(
                     ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False
                 )
@@ -219,45 +210,55 @@ def _infer(model: Any, ids: Any, row: Row) -> int:
     return peak
 
 
-def _accelerate(row: Row) -> int:
-    """`accelerate estimate-memory`: four times the weights for training with Adam, the weights for inference."""
-    from accelerate.utils import calculate_maximum_sizes
-
-    from verl_shard.bench.rivals import build_from
-
-    total, _ = calculate_maximum_sizes(build_from(_config(row), "AutoModelForCausalLM"))
-    if row.phase != "train":
-        return int(total)
-    size = total * 2 if row.fields["precision"] == "bf16-mixed" else total
-    return int(size * 4)
+def _others(row: Row, estimators: Sequence[Estimator]) -> dict[str, int]:
+    asked = Asked(_config(row), row.phase, row.fields)
+    said = {estimator.name: estimator.of(asked) for estimator in estimators}
+    return {name: size for name, size in said.items() if size is not None}
 
 
-def _table(measured: Sequence[Measured]) -> Any:
+def _ask(slow: bool) -> list[Estimator]:
+    asked, missing = to_ask(slow=slow)
+    for estimator in missing:
+        err.print(f"{estimator.name} is not asked: it is not installed (pip install {estimator.distribution})")
+    return asked
+
+
+def _off(estimate: int, measured: int) -> float:
+    return estimate / measured - 1
+
+
+def _tables(measured: Sequence[Measured]) -> list[Any]:
     rows = [
         (
             m.row.model,
             m.row.words(),
             format_bytes(m.measured_peak),
-            f"{m.peak / m.measured_peak - 1:+.2%}",
-            f"{m.reserved / m.measured_reserved - 1:+.1%}",
-            f"{m.accelerate / m.measured_peak - 1:+.0%}",
+            f"{_off(m.peak, m.measured_peak):+.2%}",
+            f"{_off(m.reserved, m.measured_reserved):+.1%}",
         )
         for m in measured
     ]
-    columns = ("model", "pass", "measured peak", "estimate", "reserved", "accelerate")
-    return table("Estimated against measured", columns, rows)
+    columns = ("model", "pass", "measured peak", "estimate", "reserved")
+    return [table("Estimated against measured", columns, rows), _summary(measured)]
 
 
 def _summary(measured: Sequence[Measured]) -> Any:
     def line(name: str, errors: Sequence[float]) -> tuple[str, str, str, int]:
-        return name, f"{statistics.median(errors):.2%}", f"{max(errors):.2%}", len(errors)
+        off = [abs(error) for error in errors]
+        return name, f"{statistics.median(off):.2%}", f"{max(off):.2%}", len(off)
 
     rows = []
-    for phase in ("train", "forward", "generate"):
-        own = [m for m in measured if m.row.phase == phase]
-        if own:
-            rows.append(line(f"{phase}: peak", [abs(m.peak / m.measured_peak - 1) for m in own]))
-    rows.append(line("reserved", [abs(m.reserved / m.measured_reserved - 1) for m in measured]))
-    others = [abs(m.accelerate / m.measured_peak - 1) for m in measured]
-    rows.append(line("accelerate estimate-memory: peak", others))
+    for kind in KINDS:
+        for phase in ("train", "forward", "generate"):
+            own = [m for m in measured if (m.row.kind, m.row.phase) == (kind, phase)]
+            if own:
+                name = phase if kind == "dense" else f"{phase}, {kind}"
+                rows.append(line(f"{name}: peak", [_off(m.peak, m.measured_peak) for m in own]))
+    rows.append(line("reserved", [_off(m.reserved, m.measured_reserved) for m in measured]))
+    for name in dict.fromkeys(name for m in measured for name in m.others):
+        asked = [m for m in measured if name in m.others]
+        rows.append(line(f"{name}: peak", [_off(m.others[name], m.measured_peak) for m in asked]))
+        train = [m for m in asked if m.row.phase == "train"]
+        if train and len(train) < len(asked):
+            rows.append(line(f"{name}: peak of training", [_off(m.others[name], m.measured_peak) for m in train]))
     return table("Error", ("", "median", "worst", "rows"), rows)

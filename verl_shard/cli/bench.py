@@ -39,11 +39,58 @@ def memory(
     out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
     seed: Annotated[int, typer.Option(help="Other shapes are drawn for another seed.")] = 0,
     rows: Annotated[int, typer.Option(help="How many passes to run.", min=1)] = 40,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="dense, moe (mixtures of experts) or packed; by default each in turn.")
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="A file that --out wrote: estimates its rows again, and needs no GPU. Draws and runs none."),
+    ] = None,
+    slow: Annotated[
+        bool, typer.Option("--slow", help="Ask torch's MemTracker too, which takes minutes for a large model.")
+    ] = False,
 ) -> None:
-    """How right memory estimates are: real passes on this machine's first GPU, with shapes drawn from the seed."""
-    from verl_shard.bench.memory import bench_memory
+    """How right memory estimates are, ours and others': real passes on this machine's first GPU, drawn from the seed."""
+    from verl_shard.bench.memory import bench_memory, compare_memory
 
-    bench_memory(seed=seed, n=rows, result=out)
+    if compare is not None:
+        compare_memory(compare, result=out, slow=slow)
+    else:
+        bench_memory(seed=seed, n=rows, result=out, slow=slow, **({"kinds": kind} if kind else {}))
+
+
+def rates(
+    out: Annotated[Path | None, typer.Option(help="Where to write the rates, for times and plans to use.")] = None,
+) -> None:
+    """What this machine's first GPU and its host reach: products, memory, attention, launches, copies."""
+    from verl_shard.bench.rates import bench_rates
+
+    bench_rates(result=out)
+
+
+def times(
+    out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="A file of `bench rates`; by default the card's data sheet.")
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models of the zoo, instead of three.")] = None,
+    fit: Annotated[Path | None, typer.Option(help="Where to write rates that are fitted to what was measured.")] = None,
+) -> None:
+    """How right predicted times are: passes and whole steps of three models on this machine's first GPU."""
+    from verl_shard.bench.times import MODELS, bench_times
+
+    bench_times(models=model or MODELS, rates=rates, result=out, fit=fit)
+
+
+def stock(
+    out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
+    large: Annotated[bool, typer.Option("--large", help="A 7B model too; it needs 110 GiB.")] = False,
+    only: Annotated[int | None, typer.Option(help="The number of one configuration, from 0.", min=0)] = None,
+) -> None:
+    """How right the phases of stock verl are: its own FSDP engine on this machine's first GPU, without Ray."""
+    from verl_shard.bench.stock import bench_stock
+
+    bench_stock(result=out, large=large, only=only)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,5 +99,8 @@ def add_to(app: typer.Typer) -> None:
     bench.command("start")(start)
     bench.command("maps")(maps)
     bench.command("memory")(memory)
+    bench.command("stock")(stock)
+    bench.command("rates")(rates)
+    bench.command("times")(times)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")

@@ -32,8 +32,15 @@ def estimate(
     logits_to_keep: Annotated[
         int | None, typer.Option(help="Logits of so many last positions only: saves tokens x vocabulary.")
     ] = None,
-    loss: Annotated[str | None, typer.Option(help="causal-lm, ppo or value; by default by the task.")] = None,
+    loss: Annotated[str | None, typer.Option(help="causal-lm, ppo, verl-ppo or value; by default by the task.")] = None,
+    packed: passes.Packed = False,
     in_flight: passes.InFlight = None,
+    accumulating: Annotated[
+        bool,
+        typer.Option(
+            "--accumulating", help="A step of several micro-batches: their gradients are there while the next one runs."
+        ),
+    ] = False,
     task: passes.Task = None,
     device_map: Annotated[
         Path | None, typer.Option(help='A map that "verl-shard map --save" wrote; the estimate is then for each GPU.')
@@ -69,7 +76,9 @@ def estimate(
             lora_rank=lora_rank,
             logits_to_keep=logits_to_keep,
             loss=loss,
+            packed=packed,
             in_flight=in_flight,
+            accumulating=accumulating,
         ),
     )
     if json:

@@ -29,6 +29,13 @@ Checkpointing = Annotated[
 Attention = Annotated[
     str | None, typer.Option(help="sdpa, flash_attention_2, or eager, which holds every attention score.")
 ]
+Packed = Annotated[
+    bool,
+    typer.Option(
+        "--packed",
+        help="The sequences in one row, as verl packs them: no padding, and with flash_attention_2 no mask.",
+    ),
+]
 InFlight = Annotated[
     int | None, typer.Option(help="Micro-batches issued before a backward: speed, for their activations.")
 ]

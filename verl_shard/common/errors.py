@@ -13,7 +13,8 @@ The command line turns each into one message on stderr: exit code 2 for all but 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,6 +82,29 @@ class RunError(ShardError):
     """A run started and failed."""
 
     exit_code = 1
+
+
+class Faults:
+    """Gathers the findings of several steps, so that all faults are said at once.
+
+    `with faults.gathering():` around each step; `faults.check()` raises one ConfigError with all findings, if any.
+    """
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """A ConfigError in here is kept and not raised; what the step would have made is then not there."""
+        try:
+            yield
+        except ConfigError as error:
+            self.findings.extend(error.findings)
+
+    def check(self) -> None:
+        """Raises ConfigError with all that was gathered."""
+        if self.findings:
+            raise ConfigError(self.findings)
 
 
 def config_error(code: str, where: str, given: object, why: str, fix: str) -> ConfigError:

@@ -23,42 +23,54 @@ _TRAINED_ONLY = ("optimizer", "gradient_checkpointing", "lora_rank", "optimizer_
 class RoleConfig:
     """One role. None is for the planner to choose. Raises ConfigError with every fault at once."""
 
-    model: Any = Field(None, description="Folder, hub id, PretrainedConfig or module; the actor's where it is None.")
-    task: Literal["causal-lm", "reward", "process-reward", "value"] | None = Field(
-        None, description="By default what the role computes."
+    model: Any = Field(
+        default=None, description="Folder, hub id, PretrainedConfig or module; the actor's where it is None."
     )
-    device_type: Literal["cuda", "cpu"] | None = Field(None, description="cpu keeps a scoring role off the GPUs.")
-    devices: tuple[int, ...] | Count | None = Field(None, description="GPU ids, or how many.")
+    task: Literal["causal-lm", "reward", "process-reward", "value"] | None = Field(
+        default=None, description="By default what the role computes."
+    )
+    device_type: Literal["cuda", "cpu"] | None = Field(
+        default=None, description="cpu keeps a scoring role off the GPUs."
+    )
+    devices: tuple[int, ...] | Count | None = Field(default=None, description="GPU ids, or how many.")
     strategy: Literal["none", "device_map", "data_parallel", "fsdp", "fsdp2", "vllm", "sglang", "hf"] | None = Field(
-        None, description="How the role uses its devices."
+        default=None, description="How the role uses its devices."
     )
     precision: Literal["bf16-mixed", "bf16", "fp32"] | None = Field(
-        None, description="bf16-mixed for trained roles and bf16 for scoring ones unless given."
+        default=None, description="bf16-mixed for trained roles and bf16 for scoring ones unless given."
     )
-    optimizer: Literal["adamw", "adamw-fused", "sgd"] | None = Field(None, description="verl's is adamw.")
+    optimizer: Literal["adamw", "adamw-fused", "sgd"] | None = Field(default=None, description="verl's is adamw.")
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
-        None, description="eager holds every score; the others do not."
+        default=None, description="eager holds every score; the others do not."
     )
     gradient_checkpointing: bool | None = Field(
-        None, description="Saves most activation memory, for a third more compute."
+        default=None, description="Saves most activation memory, for a third more compute."
     )
-    micro_batch_size: Count | None = Field(None, description="Sequences in one forward (and backward) on a GPU.")
-    in_flight: Count | None = Field(None, description="Micro-batches whose forwards are issued before a backward.")
+    micro_batch_size: Count | None = Field(
+        default=None, description="Sequences in one forward (and backward) on a GPU."
+    )
+    in_flight: Count | None = Field(
+        default=None, description="Micro-batches whose forwards are issued before a backward."
+    )
     lora_rank: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Train adapters of this rank: saves the gradients and states of the weights."
+        default=None, description="Train adapters of this rank: saves the gradients and states of the weights."
     )
     logits: Logits | None = Field(
-        None, description="fused or chunked log-probabilities never hold tokens x vocabulary at once."
+        default=None, description="fused or chunked log-probabilities never hold tokens x vocabulary at once."
     )
-    offload: Offload | None = Field(None, description="Keep the weights of a scoring role in host memory.")
+    offload: Offload | None = Field(default=None, description="Keep the weights of a scoring role in host memory.")
     param_offload: bool | None = Field(
-        None, description="fsdp: weights are in host memory outside of the role's phases."
+        default=None, description="fsdp: weights are in host memory outside of the role's phases."
     )
-    optimizer_offload: bool | None = Field(None, description="fsdp: optimizer states too.")
-    offload_policy: bool | None = Field(None, description="fsdp2: weights, gradients and states stay on the host.")
-    tensor_parallel_size: Count | None = Field(None, description="GPUs that one rollout engine spans (vllm, sglang).")
+    optimizer_offload: bool | None = Field(default=None, description="fsdp: optimizer states too.")
+    offload_policy: bool | None = Field(
+        default=None, description="fsdp2: weights, gradients and states stay on the host."
+    )
+    tensor_parallel_size: Count | None = Field(
+        default=None, description="GPUs that one rollout engine spans (vllm, sglang)."
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Share of a GPU that the rollout engine takes (vllm, sglang)."
+        default=None, description="Share of a GPU that the rollout engine takes (vllm, sglang)."
     )
 
     def __post_init__(self) -> None:

@@ -28,21 +28,24 @@ class Workload:
     algorithm: Algorithm = Field(
         "ppo", description="ppo (gae, with a critic), or one of verl's other estimators, without."
     )
-    train_batch_size: Count = Field(256, description="Prompts in a step (data.train_batch_size).")
-    n: Count = Field(1, description="Responses to each prompt (rollout.n).")
-    prompt_length: Count = Field(512, description="Longest prompt, in tokens (data.max_prompt_length).")
-    response_length: Count = Field(1024, description="Longest response, in tokens (data.max_response_length).")
+    train_batch_size: Count = Field(default=256, description="Prompts in a step (data.train_batch_size).")
+    n: Count = Field(default=1, description="Responses to each prompt (rollout.n).")
+    prompt_length: Count = Field(default=512, description="Longest prompt, in tokens (data.max_prompt_length).")
+    response_length: Count = Field(default=1024, description="Longest response, in tokens (data.max_response_length).")
     mean_response_length: Count | None = Field(
-        None, description="Tokens of a response on average, for times; by default the longest."
+        default=None, description="Tokens of a response on average, for times; by default the longest."
     )
     ppo_mini_batch_size: Count | None = Field(
-        None, description="Prompts in one optimizer step (actor.ppo_mini_batch_size); by default the whole batch."
+        default=None,
+        description="Prompts in one optimizer step (actor.ppo_mini_batch_size); by default the whole batch.",
     )
-    ppo_epochs: Count = Field(1, description="Times a batch is trained on (actor.ppo_epochs).")
+    ppo_epochs: Count = Field(default=1, description="Times a batch is trained on (actor.ppo_epochs).")
     kl: Kl = Field(
         "loss", description="Where the KL to the reference policy goes: loss, reward, or none, without a ref."
     )
-    remove_padding: bool = Field(False, description="Inputs are packed, without padding (model.use_remove_padding).")
+    remove_padding: bool = Field(
+        default=False, description="Inputs are packed, without padding (model.use_remove_padding)."
+    )
 
     def __post_init__(self) -> None:
         faults = []

@@ -17,7 +17,7 @@ from verl_shard.mapping.costs import Cost, check_dtype, inference_cost, read_pas
 from verl_shard.mapping.device_map import DeviceMap, Stage, shortened
 from verl_shard.mapping.devices import DeviceId, choose_devices, device_label, parse_caps
 from verl_shard.mapping.misfit import does_not_fit
-from verl_shard.mapping.partition import Run, partition
+from verl_shard.mapping.partition import Run, nearest_misfit, partition
 from verl_shard.memory.passes import within_positions
 from verl_shard.models.meta import positions_of
 from verl_shard.models.read import read_model
@@ -109,14 +109,41 @@ def build_device_map(
         cost = training_cost(spec, module, within_positions(wanted, pass_fields, positions_of(module)))
     else:
         cost = inference_cost(spec, module, wanted)
+    return cut(spec, cost, chosen, caps, purpose)
+
+
+def cut(
+    spec: ModelSpec, cost: Cost, devices: Sequence[DeviceId], caps: Sequence[int | None], purpose: str
+) -> DeviceMap:
+    """The best map of `spec` over `devices` for a cost function: what build_device_map does once all is read.
+
+    Raises DoesNotFitError.
+    """
     alone = [block.stands_alone for block in spec.blocks]
     runs = partition(len(spec.blocks), cost.of, caps, stands_alone=alone, then=cost.time)
     if runs is None:
         runs = partition(len(spec.blocks), cost.of, caps, then=cost.time)
     if runs is None:
-        raise does_not_fit(spec, cost, alone, chosen, caps)
-    _say_empty(spec, runs, chosen, caps, sum(alone))
-    return _device_map(spec, runs, chosen, caps, purpose, cost)
+        raise does_not_fit(spec, cost, alone, devices, caps)
+    _say_empty(spec, runs, devices, caps, sum(alone))
+    return _device_map(spec, runs, devices, caps, purpose, cost)
+
+
+def cut_into(spec: ModelSpec, cost: Cost, room: Sequence[int]) -> list[Run]:
+    """The split that leaves the most of `room` where least is left; what does not fit is split so too.
+
+    room: bytes free on each device, beside what other models hold there.
+    """
+    return nearest_misfit(len(spec.blocks), cost.of, room, stands_alone=[block.stands_alone for block in spec.blocks])[
+        1
+    ]
+
+
+def map_of_runs(
+    spec: ModelSpec, cost: Cost, runs: Sequence[Run], devices: Sequence[DeviceId], purpose: str
+) -> DeviceMap:
+    """The map of a split, one run for each of `devices`."""
+    return _device_map(spec, runs, devices, [None] * len(devices), purpose, cost)
 
 
 def _device_map(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -14,6 +14,9 @@ from verl_shard.common.errors import ConfigError, Finding, config_error
 from verl_shard.memory.passes import PassSpec, pass_spec
 from verl_shard.models.dtypes import parse_dtype
 from verl_shard.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from verl_shard.memory.trace import Trace
 
 PURPOSES = ("inference", "training")
 
@@ -81,10 +84,14 @@ def training_cost(spec: ModelSpec, module: nn.Module | None, wanted: PassSpec) -
     if module is None:
         fix = "Give the id, folder, configuration or module that it was read from"
         raise config_error("nothing-to-trace", "model", spec.name, "a ModelSpec has no module to run", fix)
-    made = trace(spec, module, wanted)
+    return peak_cost(trace(spec, module, wanted), wanted)
+
+
+def peak_cost(made: Trace, wanted: PassSpec) -> Cost:
+    """The peak of a traced pass, and its FLOPs where several splits have the same."""
     flops = list(accumulate((forward + backward for forward, backward in made.flops), initial=0))
     what = f"peak of training ({wanted.words})"
-    return Cost(made.peak, [0] * len(spec.blocks), lambda i, j: flops[j] - flops[i], what, wanted)
+    return Cost(made.peak, [0] * made.n_blocks, lambda i, j: flops[j] - flops[i], what, wanted)
 
 
 def check_dtype(purpose: str, dtype: object, wanted: PassSpec | None) -> None:

@@ -7,8 +7,8 @@ splitting). One stream; cached blocks are never given back, which torch does onl
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 MIN_BLOCK = 512
 """Requests are rounded up to multiples of this (kMinBlockSize)."""
@@ -105,20 +105,52 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """phase_peaks: the most allocated in each phase of the last step. reserved: at the end."""
+    """phase_peaks: the most allocated in each phase of the last step. reserved: at the end. Both with workspaces.
+
+    workspace: bytes of the workspaces, which stay from the first product on that needs one.
+    """
 
     phase_peaks: dict[str, int]
     reserved: int
+    workspace: int = 0
+
+
+@dataclass
+class _Workspaces:
+    """Those that are there. A library makes its own once in each thread, for the first storage that it fills there.
+
+    A training process multiplies in two: the main one, and in the backward autograd's own.
+    wanted: by storage, names and bytes of what its making needs.
+    """
+
+    wanted: Mapping[int, Mapping[str, int]]
+    made: set[tuple[str, str]] = field(default_factory=set)
+    n_bytes: int = 0
+
+    def after(self, storage: int, phase: str, allocator: CachingAllocator) -> None:
+        """Where it comes matters: cut out of a free block of the logits' size, that block no longer holds logits."""
+        thread = "autograd" if phase == "backward" else "main"
+        for name, size in self.wanted.get(storage, {}).items():
+            if (thread, name) not in self.made:
+                self.made.add((thread, name))
+                allocator.allocate(size)
+                self.n_bytes += size
 
 
 def replay(
-    before: Iterable[int], first_extra: Iterable[int], step: Iterable[tuple[str, int, int]], *, steps: int = 3
+    before: Iterable[int],
+    first_extra: Iterable[int],
+    step: Iterable[tuple[str, int, int]],
+    *,
+    steps: int = 3,
+    workspaces: Mapping[int, Mapping[str, int]] | None = None,
 ) -> Replay:
     """Several steps, one after the other, as a training loop runs them.
 
     before: sizes of what is there from the start and stays. first_extra: sizes of what the first "optimizer" phase
     makes and keeps, the optimizer's states. step: (phase, storage, size) for an allocation and (phase, storage, -1) for
-    a release, in order; what is left at its end is released there, as zero_grad does.
+    a release, in order; what is left at its end is released there, as zero_grad does. workspaces: by storage, the names
+    and bytes of the workspaces that the library which fills it needs, each made once a thread.
     """
     allocator = CachingAllocator()
     for size in before:
@@ -127,6 +159,7 @@ def replay(
     extra = list(first_extra)
     peaks: dict[str, int] = {}
     events = list(step)
+    kept = _Workspaces(workspaces or {})
     for _ in range(steps):
         addresses: dict[int, int] = {}
         current, peaks = "", {}
@@ -143,10 +176,11 @@ def replay(
                     extra = []
             if size > 0:
                 addresses[storage] = allocator.allocate(size)
+                kept.after(storage, phase, allocator)
             elif size < 0 and storage in addresses:
                 allocator.release(addresses.pop(storage))
         if current:
             peaks[current] = allocator.peak_allocated
         for address in addresses.values():
             allocator.release(address)
-    return Replay(peaks, allocator.reserved)
+    return Replay(peaks, allocator.reserved, kept.n_bytes)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import RenderableType
 from torch import nn
@@ -16,10 +17,20 @@ from verl_shard.common.errors import MissingExtraError, config_error
 from verl_shard.common.tables import as_text, table
 from verl_shard.common.units import format_bytes
 from verl_shard.memory.allocator import replay
-from verl_shard.memory.constants import HANDLES, cublas_workspace
+from verl_shard.memory.cached import cached_trace
+from verl_shard.memory.constants import CUBLAS_LT, cublas_workspace
 from verl_shard.memory.passes import PassSpec, pass_spec, within_positions
-from verl_shard.memory.recording import ACTIVATIONS, GRADIENTS, KINDS, KV_CACHE, LOGITS, OPTIMIZER, WEIGHTS
-from verl_shard.memory.run_pass import record
+from verl_shard.memory.recording import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KINDS,
+    KV_CACHE,
+    LOGITS,
+    OPTIMIZER,
+    PRODUCT,
+    PRODUCT_WITH_BIAS,
+    WEIGHTS,
+)
 from verl_shard.memory.trace import Trace
 from verl_shard.models.devices import parse_device
 from verl_shard.models.meta import positions_of
@@ -101,7 +112,7 @@ def estimate_memory(
     device_map: names to GPUs, as from build_device_map; the estimate is then made for each.
     task: of an id, folder or configuration: "causal-lm", "reward", "process-reward" or "value".
     pass_fields: batch_size, seq_len, precision, optimizer, gradient_checkpointing, attn_implementation, lora_rank,
-        logits_to_keep, new_tokens, loss, in_flight: see PassSpec.
+        logits_to_keep, new_tokens, loss, packed, in_flight and others: see PassSpec.
 
     Raises ConfigError for what cannot be meant: an unknown keyword or value, a length beyond the positions, a model
     that cannot be run.
@@ -116,11 +127,11 @@ def estimate_memory(
     )
     wanted = within_positions(wanted, pass_fields, positions_of(module))
     if wanted.lora_rank:
-        spec, module = _with_lora(spec, module, wanted)
-    traced = Trace.of(record(spec, module, wanted), wanted)
+        spec, module = with_lora(spec, module, wanted)
+    traced = cached_trace(spec, module, wanted)
     what = f"{_PHASES[wanted.phase]} ({wanted.words})"
     if device_map is None:
-        return _of_blocks(spec, traced, wanted, what, range(len(spec.blocks)))
+        return of_blocks(spec, traced, wanted, what, range(len(spec.blocks)))
     if wanted.lora_rank:
         device_map = {f"base_model.model.{name}" if name else name: gpu for name, gpu in device_map.items()}
     parsed = {name: parse_device(device, f"device_map[{name!r}]") for name, device in device_map.items()}
@@ -129,22 +140,21 @@ def estimate_memory(
         raise config_error("offloaded", "device_map", None, why, "Give a map to GPUs alone")
     path = spec.devices_of(parsed)
     gpus = {
-        gpu: _of_blocks(spec, traced, wanted, what, [i for i, at in enumerate(path) if at == gpu])
+        gpu: of_blocks(spec, traced, wanted, what, [i for i, at in enumerate(path) if at == gpu])
         for gpu in dict.fromkeys(path)
     }
     fullest = max(gpus.values(), key=lambda estimate: estimate.peak)
     return MemoryEstimate(**{**vars(fullest), "gpus": gpus})
 
 
-def _of_blocks(spec: ModelSpec, traced: Trace, wanted: PassSpec, what: str, blocks: Collection[int]) -> MemoryEstimate:
+def of_blocks(spec: ModelSpec, traced: Trace, wanted: PassSpec, what: str, blocks: Collection[int]) -> MemoryEstimate:
     """The estimate of a GPU that holds these blocks."""
     static, states, events = traced.events_of(blocks)
-    replayed = replay(static, states, events, steps=3 if wanted.phase == "train" else 2)
-    workspace = HANDLES[wanted.phase] * cublas_workspace().n_bytes
+    steps = 3 if wanted.phase == "train" else 2
+    replayed = replay(static, states, events, steps=steps, workspaces=_workspaces(traced))
     more = max(wanted.in_flight - 2, 0) * int(traced.recording.kept[list(blocks)].sum())
     phases = {
-        name: peak + workspace + (more if name in ("forward", "backward") else 0)
-        for name, peak in replayed.phase_peaks.items()
+        name: peak + (more if name in ("forward", "backward") else 0) for name, peak in replayed.phase_peaks.items()
     }
     peak = max(phases.values())
     kinds = traced.kinds_at_peak(blocks)
@@ -158,17 +168,25 @@ def _of_blocks(spec: ModelSpec, traced: Trace, wanted: PassSpec, what: str, bloc
         activations=kinds[ACTIVATIONS],
         logits=kinds[LOGITS],
         kv_cache=kinds[KV_CACHE],
-        workspace=workspace,
+        workspace=replayed.workspace,
         forward_peak=forward,
         backward_peak=phases.get("backward", 0),
         optimizer_peak=phases.get("optimizer", 0),
         peak=peak,
-        reserved=replayed.reserved + workspace + more,
+        reserved=replayed.reserved + more,
         phases=phases,
     )
 
 
-def _with_lora(spec: ModelSpec, module: nn.Module, wanted: PassSpec) -> tuple[ModelSpec, nn.Module]:
+def _workspaces(traced: Trace) -> dict[int, dict[str, int]]:
+    """By storage that a product made, what the libraries behind it hold from then on."""
+    needs = {PRODUCT: {"cublas": cublas_workspace().n_bytes}}
+    needs[PRODUCT_WITH_BIAS] = needs[PRODUCT] | {"cublas-lt": CUBLAS_LT.n_bytes}
+    of_product = traced.recording.of_product
+    return {number: needs[int(of_product[number])] for number in np.flatnonzero(of_product).tolist()}
+
+
+def with_lora(spec: ModelSpec, module: nn.Module, wanted: PassSpec) -> tuple[ModelSpec, nn.Module]:
     """The model under adapters on all its linear layers, as peft makes them."""
     try:
         from peft import LoraConfig, get_peft_model

@@ -9,7 +9,7 @@ does not come out congruent is not unfolded, and the model is run whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -223,8 +223,9 @@ class _Unfolding:
             if at == old.n_static:
                 n_static = len(self.events)
             if at < old.n_static or at >= step_begins:
-                self._everywhere(at)
-                at += 1
+                end = self._run_of_one_operation(at, marks)
+                self._everywhere(range(at, end))
+                at = end
                 continue
             end = at + 1
             if int(old.actors[at]) in self.middle:
@@ -255,6 +256,8 @@ class _Unfolding:
             kept=np.array(self._by_block(old.kept.tolist()), dtype=np.int64),
             flops=tuple(self._by_block(old.flops)),
             flops_in_backward=tuple(self._by_block(old.flops_in_backward)),
+            of_product=self._spread(old.of_product),
+            work=old.work.unfolded(self.middle, self.copies),
         )
 
     def _goes_forward(self, at: int, end: int) -> bool:
@@ -266,15 +269,35 @@ class _Unfolding:
         self.actors.append(actor)
         self.steps.append(step)
 
-    def _everywhere(self, at: int) -> None:
-        """An event that each copy has at the same time: what is static, and the optimizer's."""
-        event = int(self.old.events[at])
-        number = abs(event) - 1
-        for copy in range(self.copies if self.inside[number] else 1):
-            new = int(self.number[number]) + copy + 1
-            self._write(
-                new if event > 0 else -new, self._block(int(self.old.actors[at]), copy), int(self.old.steps[at])
-            )
+    def _run_of_one_operation(self, at: int, marks: Mapping[int, str]) -> int:
+        """The end of the middle period's events from `at` on, all of them static or of one operation; else at + 1.
+
+        Copy by copy these come in the order of the whole model's layers, which the allocator's packing depends on.
+        """
+        old, end = self.old, at + 1
+        if not self.inside[abs(int(old.events[at])) - 1]:
+            return end
+        while (
+            end < len(old.events)
+            and end not in marks
+            and end != old.n_static
+            and old.steps[end] == old.steps[at]
+            and (old.events[end] > 0) == (old.events[at] > 0)
+            and self.inside[abs(int(old.events[end])) - 1]
+        ):
+            end += 1
+        return end
+
+    def _everywhere(self, run: range) -> None:
+        """Events that each copy has at the same time: what is static, and the optimizer's."""
+        middle = self.inside[abs(int(self.old.events[run.start])) - 1]
+        for copy in range(self.copies if middle else 1):
+            for at in run:
+                event = int(self.old.events[at])
+                new = int(self.number[abs(event) - 1]) + copy + 1
+                self._write(
+                    new if event > 0 else -new, self._block(int(self.old.actors[at]), copy), int(self.old.steps[at])
+                )
 
     def _one(self, at: int, copy: int, uses: list[tuple[int, int]]) -> None:
         for number, block in uses:

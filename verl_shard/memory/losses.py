@@ -28,6 +28,20 @@ def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     return torch.cat(pieces).view(labels.shape)
 
 
+def entropy_of_logits(logits: torch.Tensor) -> torch.Tensor:
+    """logsumexp(logits) - sum(softmax(logits) * logits), in chunks of rows. logits: (..., vocabulary); returns (...).
+
+    In place of verl's `entropy_from_logits`, which works on all rows at once: three times the logits in fp32 under
+    autocast, the most that scoring with a large vocabulary takes. Each row is computed as there.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    pieces = []
+    for piece in torch.split(flat, max(1, CHUNK // flat.shape[-1])):
+        probabilities = torch.softmax(piece, dim=-1)
+        pieces.append(torch.logsumexp(piece, dim=-1) - torch.sum(probabilities * piece, dim=-1))
+    return torch.cat(pieces).view(logits.shape[:-1])
+
+
 def token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Cross-entropy in fp32 of the next token, at the last positions that there are logits for."""
     logits = logits.float()[:, :-1]
@@ -41,6 +55,20 @@ def ppo_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     ratio = torch.exp(log_probs - log_probs.detach())
     advantages = torch.ones_like(ratio)
     return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+def verl_ppo_loss(logits: torch.Tensor, ids: torch.Tensor, *, entropy: bool) -> torch.Tensor:
+    """The same as verl's engine computes it of a padded batch: the logits are copied without the padding.
+
+    Source: FSDPEngineWithLMHead.prepare_model_outputs and entropy_from_logits of verl 0.9.1, at temperature 1, which
+    leaves the logits as they are.
+    """
+    entropies = entropy_of_logits(logits) if entropy else None
+    unpadded = torch.cat(list(logits))
+    log_probs = log_probs_of_labels(unpadded, torch.roll(ids.reshape(-1), -1))
+    ratio = torch.exp(log_probs - log_probs.detach())
+    loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean()
+    return loss if entropies is None else loss + entropies.mean()
 
 
 def value_loss(values: torch.Tensor) -> torch.Tensor:

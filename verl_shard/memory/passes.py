@@ -14,7 +14,7 @@ from verl_shard.common.errors import ConfigError, Finding
 Phase = Literal["train", "forward", "generate"]
 Precision = Literal["bf16-mixed", "bf16", "fp32"]
 Optimizer = Literal["adamw", "adamw-fused", "sgd"]
-Loss = Literal["causal-lm", "ppo", "value"]
+Loss = Literal["causal-lm", "ppo", "verl-ppo", "value"]
 
 ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
 
@@ -35,7 +35,16 @@ class PassSpec:
     logits_to_keep: compute the logits of so many last positions only; None is all.
     new_tokens: for "generate", the tokens that follow the seq_len of the prompt.
     loss: "causal-lm" is transformers' own (logits in fp32); "value" is a clipped value loss; "ppo" takes the
-        log-probability of each token and a clipped ratio; by default by what the model computes.
+        log-probability of each token and a clipped ratio; "verl-ppo" takes them as verl's engine does, from a copy of
+        the logits, when scoring with their entropy; by default by what the model computes.
+    accumulating: an optimizer step of several micro-batches: gradients of the first are there while the next runs.
+    padded: sequences of different lengths in one batch: attention has a mask, which fused kernels take as a bias.
+    packed: the batch_size sequences of seq_len tokens are one row of batch_size x seq_len, with positions that begin
+        anew, as verl's use_remove_padding lays them out. "flash_attention_2" needs no mask for it; "sdpa" and "eager"
+        keep the sequences apart by one of (all tokens x all tokens), which a fused kernel takes as a bias that each
+        layer makes, and keeps for its backward. Generation is not packed.
+    trainable: for "forward" and "generate": weights are an actor's or critic's between two updates; under autocast they
+        are then held in bf16 too, once and for the whole pass.
     in_flight: micro-batches whose forwards are all issued before the one backward.
 
     Raises ConfigError with every fault at once.
@@ -53,6 +62,10 @@ class PassSpec:
     new_tokens: int = 0
     loss: Loss | None = None
     in_flight: int = 1
+    accumulating: bool = False
+    padded: bool = False
+    packed: bool = False
+    trainable: bool = False
 
     def __post_init__(self) -> None:
         faults = [
@@ -75,9 +88,14 @@ class PassSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 faults.append(_fault(name, value, "a whole number of 0 or more is needed", "Give 0 or more"))
-        checkpointing: object = self.gradient_checkpointing
-        if not isinstance(checkpointing, bool):
-            faults.append(_fault("gradient_checkpointing", checkpointing, "not a bool", "Use True or False"))
+        for name in ("gradient_checkpointing", "accumulating", "padded", "packed", "trainable"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                faults.append(_fault(name, value, "not a bool", "Use True or False"))
+        if self.packed is True and self.phase == "generate":
+            faults.append(_fault("packed", True, "a sequence that grows has a row of its own", "Leave it out"))
+        if self.packed is True and self.padded is True:
+            faults.append(_fault("packed", True, "padding is what packing leaves out", "Leave out packed or padded"))
         found = [fault for fault in faults if fault is not None]
         if found:
             raise ConfigError(found)
@@ -103,6 +121,12 @@ class PassSpec:
             words.append("gradient checkpointing")
         if self.attn_implementation != "sdpa":
             words.append(self.attn_implementation)
+        if self.accumulating:
+            words.append("several micro-batches a step")
+        if self.padded:
+            words.append("padded")
+        if self.packed:
+            words.append("packed")
         if self.lora_rank:
             words.append(f"LoRA of rank {self.lora_rank}")
         if self.in_flight > 1:
@@ -122,9 +146,9 @@ def within_positions(wanted: PassSpec, given: Mapping[str, Any], positions: int 
     return replace(wanted, seq_len=min(wanted.seq_len, positions))
 
 
-_TRAINING_ONLY = ("optimizer", "gradient_checkpointing", "in_flight")
+_TRAINING_ONLY = ("optimizer", "gradient_checkpointing", "in_flight", "accumulating")
 _NO_EFFECT: dict[str, tuple[str, ...]] = {
-    "train": ("new_tokens",),
+    "train": ("new_tokens", "trainable"),
     "forward": (*_TRAINING_ONLY, "new_tokens"),
     "generate": (*_TRAINING_ONLY, "logits_to_keep", "loss"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 
 from verl_shard.common.errors import config_error
-from verl_shard.memory.losses import other_loss, ppo_loss, token_loss, value_loss
+from verl_shard.memory.losses import other_loss, ppo_loss, token_loss, value_loss, verl_ppo_loss
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.stand_ins import as_on_gpu
@@ -50,7 +50,7 @@ def train(running: Running) -> Ran:
     recorder, wanted = running.recorder, running.wanted
     ran = Ran([("forward", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
     mixed = wanted.used_precision == "bf16-mixed"
-    with as_on_gpu(recorder.add_attention, recorder.add_product), recorder, torch.enable_grad():
+    with _as_on_gpu(running), recorder, torch.enable_grad():
         before = _live(recorder)
         losses, outputs = [], []
         for given in running.inputs:
@@ -76,13 +76,26 @@ def train(running: Running) -> Ran:
     return ran
 
 
+def _as_on_gpu(running: Running) -> AbstractContextManager[None]:
+    """as_on_gpu for this pass. flash-attn works on each sequence of a packed row alone; other kernels on the row."""
+    recorder, wanted = running.recorder, running.wanted
+    apart = wanted.packed and wanted.attn_implementation == "flash_attention_2"
+    sequences = wanted.batch_size if apart else 1
+
+    def on_attention(flops: int, *more: Any) -> None:
+        recorder.add_attention(flops // sequences, *more)
+
+    masked = wanted.packed and not apart
+    return as_on_gpu(on_attention, recorder.add_product, padded=wanted.padded, packed=masked)
+
+
 def score(running: Running) -> Ran:
     """One forward without gradients: log-probabilities, values, rewards."""
     recorder, wanted = running.recorder, running.wanted
     ran = Ran([("forward", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
     (given,) = running.inputs
     mixed = wanted.used_precision == "bf16-mixed"
-    with as_on_gpu(recorder.add_attention, recorder.add_product), recorder, torch.no_grad():
+    with _as_on_gpu(running), recorder, torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
             output = _call(running, given)
             if wanted.loss is not None:
@@ -100,25 +113,45 @@ def generate(running: Running) -> Ran:
         raise config_error("cannot-generate", "phase", wanted.phase, why, 'Use phase="forward"')
     ran = Ran([("prefill", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
     (given,) = running.inputs
-    base: Any = getattr(module, "get_base_model", lambda: module)()
-    takes = "logits_to_keep" in inspect.signature(base.forward).parameters
-    keep: dict[str, Any] = {"logits_to_keep": 1} if takes else {}
-    with as_on_gpu(recorder.add_attention, recorder.add_product), recorder, torch.no_grad():
+    takes = "logits_to_keep" in _parameters(module)
+    keep: dict[str, Any] = {"logits_to_keep": 1, "use_cache": True} if takes else {"use_cache": True}
+    mixed = wanted.used_precision == "bf16-mixed"
+    with (
+        as_on_gpu(recorder.add_attention, recorder.add_product, padded=wanted.padded),
+        recorder,
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext(),
+    ):
         cache = DynamicCache(config=config)
-        output = module(input_ids=given["input_ids"], past_key_values=cache, use_cache=True, **keep)
-        scores = output.logits[:, -1].float()
+        output = module(**given, past_key_values=cache, **keep)
+        scores = _next_token(output, wanted)
         ran.cache |= _held(recorder, cache)
         ran.marks.append(("decode", len(recorder.events)))
         del output, scores
         if wanted.new_tokens > 1:
             _fill(running, cache, wanted.length - 1)
             ran.cache |= _held(recorder, cache)
-            output = module(input_ids=given["input_ids"][:, :1], past_key_values=cache, use_cache=True, **keep)
-            scores = output.logits[:, -1].float()
+            one = {"input_ids": given["input_ids"][:, :1]}
+            if wanted.padded:
+                one["attention_mask"] = torch.ones(wanted.batch_size, wanted.length, dtype=torch.long)
+            output = module(**one, past_key_values=cache, **keep)
+            scores = _next_token(output, wanted)
             ran.cache |= _held(recorder, cache)
             del output, scores
         del cache
     return ran
+
+
+def _next_token(output: Any, wanted: PassSpec) -> torch.Tensor:
+    """What the next token is chosen by: scores in fp32, and for an actor's responses the cumulative probabilities in
+    fp64 that our rollout samples from (verl_plugin/rollout/generate.py)."""
+    scores: torch.Tensor = output.logits[:, -1].float()
+    if wanted.trainable:
+        log_probs = torch.log_softmax(scores, dim=-1)
+        cumulative = log_probs.double().exp().cumsum(dim=-1)
+        del cumulative
+        torch.full_like(scores, float("-inf")).scatter_(-1, torch.zeros_like(scores[:, :1], dtype=torch.long), 0.0)
+    return scores
 
 
 def _fill(running: Running, cache: DynamicCache, length: int) -> None:
@@ -153,9 +186,18 @@ def _live(recorder: Recorder) -> np.ndarray:
     return live
 
 
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What a model's forward takes; of one with adapters, its own."""
+    base: Any = getattr(module, "get_base_model", lambda: module)()
+    return inspect.signature(base.forward).parameters
+
+
 def _call(running: Running, given: Mapping[str, Any]) -> Any:
     """The model's own call; of a module that is none of transformers', the token ids alone."""
     wanted = running.wanted
+    if wanted.packed and "position_ids" not in _parameters(running.module):
+        why = f"{type(running.module).__name__} takes no position_ids, which tell the sequences of a row apart"
+        raise config_error("no-effect", "packed", True, why, "Leave it out")
     if not hasattr(running.module, "config"):
         if wanted.logits_to_keep is not None:
             why = "it is an argument of transformers models"
@@ -181,6 +223,8 @@ def _loss_of(kind: str | None, result: Any, ids: torch.Tensor) -> torch.Tensor:
         return token_loss(result.logits, ids)
     if kind == "ppo":
         return ppo_loss(result.logits, ids)
+    if kind == "verl-ppo":
+        return verl_ppo_loss(result.logits, ids, entropy=not torch.is_grad_enabled())
     if kind == "value":
         return value_loss(result.logits)
     return other_loss(result)

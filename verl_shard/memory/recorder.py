@@ -20,31 +20,36 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from verl_shard.memory.recording import Pieces
+from verl_shard.memory.recording import NO_PRODUCT, PRODUCT, PRODUCT_WITH_BIAS, Pieces
+from verl_shard.memory.work import ATTENTION, BACKWARD, BF16, FORWARD, RECOMPUTE, WorkCounter
 
 ROUND = 512
 """The CUDA caching allocator gives out multiples of this many bytes (c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 _DEVICE = torch.ops.prim.device.default
+_ADDMM = torch.ops.aten.addmm.default
+_ADD = torch.ops.aten.add.Tensor
+_ALONE = 2
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Events of one pass. `sizes`, `owners` and `in_head` are by storage, numbered as they appear.
+    """Events of one pass. `sizes`, `owners`, `in_head` and `of_product` are by storage, numbered as they appear.
 
     events: storage number + 1 for an allocation, its negative for a release. actors: for each event the Block that
     ran then. steps: for each event the number of the operation. uses: (event, storage, Block) the first time that a
-    Block reads a storage of another. flops: of the forward, by Block.
+    Block reads a storage of another. flops: of the forward, by Block. work: every operation's FLOPs and bytes.
     """
 
     def __init__(self, pieces: Pieces) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sizes, self.owners = array("q"), array("i")
-        self.in_head = bytearray()
+        self.in_head, self.of_product = bytearray(), bytearray()
         self.events, self.actors, self.steps = array("q"), array("i"), array("q")
         self.uses: list[tuple[int, int, int]] = []
         self.flops = [0] * pieces.n_blocks
         self.flops_in_backward = [0] * pieces.n_blocks
+        self.work = WorkCounter()
         self._used: set[tuple[int, int]] = set()
         self._static = 0
         self._known: dict[int, tuple[int, Any]] = {}
@@ -121,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """While on, what an operation makes belongs to the Block of its operand: the optimizer's step."""
         self._by_operand = on
 
-    def _add(self, storage: torch.UntypedStorage, block: int, in_head: bool) -> int:
+    def _add(self, storage: torch.UntypedStorage, block: int, in_head: bool, product: int = NO_PRODUCT) -> int:
         key = storage._cdata
         known = self._known.get(key)
         if known is not None:
@@ -130,14 +135,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sizes.append(-(-storage.nbytes() // ROUND) * ROUND)
         self.owners.append(block)
         self.in_head.append(in_head)
+        self.of_product.append(product)
+        self._follow(storage, number)
+        self._event(number + 1, block)
+        return number
 
-        def gone(_: Any, key: int = key, number: int = number) -> None:
+    def _follow(self, storage: torch.UntypedStorage, number: int) -> None:
+        key = storage._cdata
+
+        def gone(_: Any) -> None:
             self._known.pop(key, None)
             self._event(-number - 1, self._slots[self._slot][0])
 
         self._known[key] = (number, weakref.ref(storage, gone))
-        self._event(number + 1, block)
-        return number
+
+    def _adds_in_place(self, func: Any, args: Any) -> bool:
+        """Whether autograd sums two gradients and nothing else holds the first, which is then the sum.
+
+        Under a mode such as this it makes a new tensor (can_accumulate_inplace, torch/csrc/autograd/input_buffer.cpp).
+        Seen from here the storage has one more user, its Python object.
+        """
+        if func is not _ADD or self._stack or torch._C._current_autograd_node() is None:
+            return False
+        if len(args) != 2 or not all(isinstance(arg, torch.Tensor) for arg in args) or args[0].shape != args[1].shape:
+            return False
+        held = args[0].untyped_storage()._cdata
+        return held in self._known and torch._C._storage_Use_Count(held) <= _ALONE
 
     def _event(self, what: int, actor: int) -> None:
         self.events.append(what)
@@ -146,12 +169,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
+        in_place = self._adds_in_place(func, args)
         result = func(*args, **(kwargs or {}))
         if func is _DEVICE:  # asked for all the time, by everybody
             return result
         self._step += 1
         if self._by_operand:
-            self._add_by_operand(args, result)
+            self._add_by_operand(func, args, result)
             return result
         block, in_head = self._slots[self._place()]
         for tensor in _tensors(args):
@@ -161,34 +185,57 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if use not in self._used:
                     self._used.add(use)
                     self.uses.append((len(self.events), *use))
-        for tensor in _tensors((result,)):
-            self._add(tensor.untyped_storage(), block, in_head)
+        if in_place:
+            number, _ = self._known.pop(args[0].untyped_storage()._cdata)
+            if self.owners[number] == block:
+                self._follow(result.untyped_storage(), number)
+            else:  # another block's: it goes first, and the sum takes its place
+                self._event(-number - 1, block)
+        before = len(self.events)
         count = flop_registry.get(func._overloadpacket)
+        product = NO_PRODUCT if count is None else PRODUCT_WITH_BIAS if func is _ADDMM else PRODUCT
+        for tensor in _tensors((result,)):
+            self._add(tensor.untyped_storage(), block, in_head, product)
+        flops = 0
         if count is not None:
-            self._count(block, count(*args, **(kwargs or {}), out_val=result))
+            flops = count(*args, **(kwargs or {}), out_val=result)
+            self._count(block, flops)
+        self.work.operation(func, args, kwargs or {}, result, block, self._phase(), before, flops)
         return result
 
     def _count(self, block: int, flops: int) -> None:
         in_backward = torch._C._current_autograd_node() is not None
         (self.flops_in_backward if in_backward else self.flops)[block] += flops
 
-    def add_attention(self, flops: int) -> None:
-        """Counts a stand-in attention, which computes nothing itself; its backward takes five products for two."""
-        self._add_stand_in(flops, flops * 5 // 2)
+    def add_attention(self, flops: int, n_bytes: int = 0) -> None:
+        """Counts a stand-in attention, which computes nothing itself; its backward takes five products for two.
 
-    def add_product(self, flops: int) -> None:
+        n_bytes: of its operands and its result; without, its FLOPs alone take time.
+        """
+        self._add_stand_in(flops, flops * 5 // 2, n_bytes, ATTENTION)
+
+    def add_product(self, flops: int, n_bytes: int = 0) -> None:
         """Counts a stand-in product; its backward takes two of the same size."""
-        self._add_stand_in(flops, 2 * flops)
+        self._add_stand_in(flops, 2 * flops, n_bytes, BF16)
 
-    def _add_stand_in(self, flops: int, in_backward: int) -> None:
+    def _add_stand_in(self, flops: int, in_backward: int, n_bytes: int, kind: int) -> None:
         block = self._slots[self._place()][0]
         self._count(block, flops)
         if torch._C._current_autograd_node() is None:
             self.flops_in_backward[block] += in_backward
+        now, at = self._phase(), len(self.events)
+        self.work.stand_in(block, now, kind, at, flops=flops, in_backward=in_backward, n_bytes=n_bytes)
 
-    def _add_by_operand(self, args: Any, result: Any) -> None:
+    def _phase(self) -> int:
+        if torch._C._current_autograd_node() is None:
+            return FORWARD
+        return RECOMPUTE if self._stack else BACKWARD  # a module's forward runs within the backward
+
+    def _add_by_operand(self, func: Any, args: Any, result: Any) -> None:
         operands = list(_tensors(args[:1]))
         made = list(_tensors((result,)))
+        numbers = [self.number_of(operand) for operand in operands]
+        self.work.optimizer(func, args, result, [None if n is None else self.owners[n] for n in numbers])
         for index, tensor in enumerate(made):
             operand = operands[index] if len(operands) == len(made) else (operands[0] if operands else None)
             number = None if operand is None else self.number_of(operand)

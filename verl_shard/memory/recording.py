@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verl_shard.memory.work import Work
 from verl_shard.models.spec import ModelSpec
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache")
 """What a storage is, by its index here."""
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, KV_CACHE = range(len(KINDS))
+
+NO_PRODUCT, PRODUCT, PRODUCT_WITH_BIAS = range(3)
+"""Whether a matrix product made a storage: a thread's first of each kind makes a workspace, see memory/constants.py."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +39,9 @@ class Recording:
     kept: np.ndarray
     flops: tuple[int, ...]
     flops_in_backward: tuple[int, ...]
+    of_product: np.ndarray
+    """By storage, PRODUCT or PRODUCT_WITH_BIAS if a product of matrices made it, else NO_PRODUCT."""
+    work: Work
 
 
 @dataclass(frozen=True)

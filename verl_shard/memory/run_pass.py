@@ -68,6 +68,8 @@ def _prepared(module: nn.Module, wanted: PassSpec) -> nn.Module:
     config = getattr(copied, "config", None)
     if isinstance(config, PretrainedConfig):
         config.use_cache = wanted.phase == "generate"
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0  # without one a reward head refuses a batch; which it is changes nothing
     set_attention(copied, wanted.attn_implementation)
     return copied
 
@@ -77,7 +79,7 @@ def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.M
     training = wanted.phase == "train"
     fill_with_fakes(module, mode, wanted.weight_dtype, _in_fp32(module, wanted))
     module.train(training)
-    if not training:
+    if not training and not wanted.trainable:
         module.requires_grad_(False)
     set_checkpointing(module, training and wanted.gradient_checkpointing)
     recorder = Recorder(pieces)
@@ -131,11 +133,20 @@ def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.M
         kept=ran.kept,
         flops=tuple(recorder.flops),
         flops_in_backward=tuple(recorder.flops_in_backward),
+        of_product=np.array(recorder.of_product, dtype=np.int8),
+        work=recorder.work.result(
+            fp32=wanted.used_precision == "fp32",
+            decode_from=next((at for name, at in ran.marks if name == "decode"), None),
+        ),
     )
 
 
 def _inputs(wanted: PassSpec) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.zeros(wanted.batch_size, wanted.seq_len, dtype=torch.long)}
+    shape = (1, wanted.batch_size * wanted.seq_len) if wanted.packed else (wanted.batch_size, wanted.seq_len)
+    given = {"input_ids": torch.zeros(shape, dtype=torch.long)}
+    if wanted.packed:
+        given["position_ids"] = torch.zeros(shape, dtype=torch.long)
+    return given | ({"attention_mask": torch.ones_like(given["input_ids"])} if wanted.padded else {})
 
 
 def _in_fp32(module: nn.Module, wanted: PassSpec) -> re.Pattern[str]:

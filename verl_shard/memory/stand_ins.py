@@ -42,11 +42,11 @@ class _FusedAttention(torch.autograd.Function):
         q, k, v, *_ = ctx.saved_tensors
         batch, heads, length, size = q.shape
         rounded = -(-length // _ROUND) * _ROUND
+        dq, dk, dv = (_laid_out_as(t, t.shape[-1]) for t in (q, k, v))
         held = [
             q.new_empty(batch, heads, rounded, dtype=torch.float32),
             q.new_empty(batch, rounded, heads, -(-size // 32) * 32, dtype=torch.float32),
         ]
-        dq, dk, dv = (_laid_out_as(t, t.shape[-1]) for t in (q, k, v))
         if k.shape[1] != heads:
             held += [t.new_empty(batch, t.shape[2], heads, t.shape[3]) for t in (k, v)]
         del held
@@ -89,7 +89,7 @@ class _GroupedProduct(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         return (
             torch.empty_like(tokens) if wanted[0] else None,
-            torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] else None,
+            torch.empty_like(weight) if wanted[1] else None,  # laid out as the weight, transposed or not
         )
 
 
@@ -125,7 +125,7 @@ def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask as the memory-efficient kernel takes it: numbers of the query's dtype, in rows of a multiple of 16 of them
     (aten/src/ATen/native/transformers/attention.cpp, convert_boolean_attn_mask and pad_bias)."""
     if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, float("-inf")).to(dtype)
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype))
     rest = -mask.shape[-1] % 16
     return functional.pad(mask, (0, rest)) if rest else mask
 
@@ -224,6 +224,12 @@ def _nothing_padded(ignores: Callable[..., bool]) -> Callable[..., bool]:
     return lambda padding_mask=None, *args, **kwargs: ignores(None, *args, **kwargs)
 
 
+def _sequence_of_each_token(position_ids: torch.Tensor) -> torch.Tensor:
+    """transformers' find_packed_sequence_indices, without the look at whether there is but one."""
+    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    return (steps != 1).cumsum(-1)
+
+
 def _always(value: object) -> Callable[..., object]:
     return lambda *_, **__: value
 
@@ -237,7 +243,12 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def as_on_gpu(
-    on_attention: Callable[[int], None], on_product: Callable[[int], None], *, in_every_thread: bool = False
+    on_attention: Callable[[int], None],
+    on_product: Callable[[int], None],
+    *,
+    in_every_thread: bool = False,
+    padded: bool = False,
+    packed: bool = False,
 ) -> Iterator[None]:
     """While it is on, attention, dropout and autocast have a GPU's memory, and transformers masks as on a GPU.
 
@@ -245,6 +256,8 @@ def as_on_gpu(
     the kernel is only told that it is causal. Functions are replaced by name, for this thread, and put back; a
     TorchFunctionMode would be off in what gradient checkpointing computes again, and slow everything down.
     on_attention and on_product are told the FLOPs of the forward of each fused attention and grouped product.
+    padded: some sequence of a batch is shorter than the others, so that no mask can be left out.
+    packed: a row holds several sequences, which a mask keeps apart.
     in_every_thread: for a backward in threads of its own, as torch has them for every device but the CPU.
     """
     import transformers.masking_utils as masks
@@ -275,8 +288,9 @@ def as_on_gpu(
                     replace(home, name, _in_fp32(getattr(home, name)))
         for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
             if hasattr(masks, name):
-                replace(masks, name, _nothing_padded(getattr(masks, name)))
-        for name, value in (("is_tracing", False), ("find_packed_sequence_indices", None)):
+                replace(masks, name, _always(False) if padded else _nothing_padded(getattr(masks, name)))
+        found = _sequence_of_each_token if packed else _always(None)
+        for name, value in (("is_tracing", _always(False)), ("find_packed_sequence_indices", found)):
             if hasattr(masks, name):
-                replace(masks, name, _always(value))
+                replace(masks, name, value)
         yield

@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 
 from verl_shard.memory.passes import PassSpec
-from verl_shard.memory.recording import KINDS, OPTIMIZER, Recording
+from verl_shard.memory.recording import GRADIENTS, KINDS, OPTIMIZER, Recording
 from verl_shard.memory.run_pass import record
 from verl_shard.models.spec import ModelSpec
 
@@ -58,6 +58,7 @@ class Trace:
     flops: tuple[tuple[int, int], ...]
     crossings: tuple[_Crossing, ...]
     recording: Recording
+    accumulating: bool = False
 
     @classmethod
     def of(cls, recording: Recording, wanted: PassSpec) -> Trace:
@@ -75,6 +76,10 @@ class Trace:
             # Two were run; each more keeps the same until the backward, whose first part is the peak.
             until = phase_rows.get("optimizer", len(rows))
             kinds[phase_rows["forward"] : until, :, KINDS.index("activations")] += more * recording.kept
+        if wanted.accumulating and "optimizer" in phase_rows:
+            # Gradients are there from the first micro-batch on; those of another are added to them and gone.
+            step = phase_rows["optimizer"]
+            kinds[phase_rows["forward"] : step, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS]
         return cls(
             live=kinds.sum(axis=2),
             kinds=kinds,
@@ -82,6 +87,7 @@ class Trace:
             flops=tuple(zip(recording.flops, recording.flops_in_backward, strict=True)),
             crossings=_crossings(recording, row_of_event, len(rows)),
             recording=recording,
+            accumulating=wanted.accumulating,
         )
 
     @property
@@ -166,7 +172,18 @@ class Trace:
                 events.append((phase, number, int(r.sizes[number]) if event > 0 else -1))
             elif event < 0 and number in seen:
                 events.append((phase, offset + number, -1))
-        return static, states, events
+        return static, states, self._of_two(events) if self.accumulating else events
+
+    def _of_two(self, events: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+        """A step of two micro-batches: forward and backward again, in which a gradient is added to the first and gone."""
+        n = 2 * len(self.recording.sizes)
+        ends = next((at for at, event in enumerate(events) if event[0] == "optimizer"), len(events))
+        again: list[tuple[str, int, int]] = []
+        for phase, number, size in events[:ends]:
+            again.append((phase, number if number < 0 else n + number, size))
+            if size > 0 and number < len(self.recording.kinds) and self.recording.kinds[number] == GRADIENTS:
+                again.append((phase, n + number, -1))
+        return [*events[:ends], *again, *events[ends:]]
 
     @property
     def phase_peaks(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_shard.memory.losses import log_probs_of_labels
+from verl_shard.memory.losses import entropy_of_logits, log_probs_of_labels
 
 SUPPORTED = (Version("0.9.1"), Version("0.10"))
 """The first verl this plugin was run with, and the first it is not meant for."""
@@ -28,7 +28,7 @@ _NEEDED = {
 }
 _NEEDED_LATER = {
     "verl.workers.engine.base": ("EngineRegistry",),
-    "verl.utils.torch_functional": ("logprobs_from_logits_v2",),
+    "verl.utils.torch_functional": ("logprobs_from_logits_v2", "entropy_from_logits"),
     "verl.workers.engine.fsdp.transformer_impl": ("FSDPEngine", "FSDPEngineWithLMHead", "FSDPEngineWithValueHead"),
     "verl.trainer.ppo.v1.replay_buffer": ("ReplayBuffer", "ReplayBufferAsync"),
     "verl.experimental.agent_loop.agent_loop": ("hydra", "_agent_loop_registry"),
@@ -190,11 +190,15 @@ def patch_fused_kernels(module: Any, model_config: Any) -> None:
     )
 
 
-def log_probs_in_chunks() -> None:
-    """Has verl's engines in this process use `log_probs_of_labels`; with flash-attn they use its kernel as before."""
+def losses_in_chunks(engine: Any) -> None:
+    """Has verl's engines in this process use `log_probs_of_labels` and `entropy_of_logits`; with flash-attn they use its
+    kernel for log-probabilities as before. engine: it holds on to the entropy that there was when it was made."""
     from verl.utils import torch_functional
 
+    if engine.compute_entropy_from_logits is torch_functional.entropy_from_logits:
+        engine.compute_entropy_from_logits = entropy_of_logits
     torch_functional.logprobs_from_logits_v2 = log_probs_of_labels
+    torch_functional.entropy_from_logits = entropy_of_logits
 
 
 def output_device(output: Any) -> Any:

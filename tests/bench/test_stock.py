@@ -1,0 +1,107 @@
+"""The bench of stock verl: verl's own engine over FSDP in this process, on the host, beside what was predicted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from bench.host_meter import HostMeter
+from shapes import small_qwen2
+
+from verl_shard.bench.stock import CELLS, LARGE, Cell, bench_stock, config_of, predict, run_cell
+from verl_shard.common.errors import ConfigError
+from verl_shard.memory.constants import CUBLAS_LT, cublas_workspace
+from verl_shard.memory.stand_ins import as_on_gpu
+from verl_shard.memory.stock import terms
+from verl_shard.verl_plugin.stock_engine import one_process
+
+BUCKET = 2**20
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+def _logsumexp(logits: torch.Tensor, dim: int) -> torch.Tensor:
+    """With its temporary in sight; torch's own makes it out of the meter's."""
+    logits = logits.float()
+    return (logits - logits.amax(dim, keepdim=True)).exp_().sum(dim).log_()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(model="", strategy="fsdp2", roles=("actor", "critic")),
+        Cell(
+            model="", strategy="fsdp", model_dtype="bf16", packed=True, gradient_checkpointing=False, roles=("actor",)
+        ),
+        Cell(model="", strategy="device_map"),
+    ],
+    ids=lambda cell: cell.words,
+)
+def test_the_phases_of_verls_engine_are_predicted(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there are no workspaces of cuBLAS, and AdamW does not work on lists."""
+    monkeypatch.setattr(terms, "BUCKET", replace(terms.BUCKET, n_bytes=BUCKET))
+    monkeypatch.setattr("verl_shard.memory.stock.roles._TEMPORARIES", {"adamw": 0})
+    monkeypatch.setattr(torch, "logsumexp", _logsumexp)
+    # Our engine's optimizer cannot be told to leave out its lists: the backward must be the peak there.
+    lengths = (60, 300) if cell.strategy == "device_map" else (20, 40)
+    cell = replace(cell, sequences=4, micro_batch_size=2, attn_implementation="eager")
+    cell = replace(cell, prompt_length=lengths[0], response_length=lengths[1])
+    config = small_qwen2(hidden_size=256, intermediate_size=640, vocab_size=2048, tie_word_embeddings=True)
+    config.architectures = ["Qwen2ForCausalLM"]
+    meter = HostMeter()
+
+    def measured(run: Callable[[], object]) -> int:
+        gc.collect()
+        meter.peak = meter.now
+        with as_on_gpu(_nothing, _nothing), meter.on():
+            run()
+        return meter.peak
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with one_process("cpu"):
+            rows = run_cell(cell, measured, config)
+    finally:
+        torch.set_num_threads(threads)
+    scores = ["old_log_prob", "values", "update_critic"] if "critic" in cell.roles else ["old_log_prob"]
+    if cell.strategy == "device_map":
+        scores = ["generate", "old_log_prob", "ref_log_prob", "values", "update_critic"]
+        assert [row.phase for row in rows] == [*scores, "update_actor"]
+    else:
+        assert [row.phase for row in rows] == [*scores, "update_actor", "weight_sync"]
+    workspaces = 2 * cublas_workspace().n_bytes + (CUBLAS_LT.n_bytes if cell.strategy == "device_map" else 0)
+    for row in rows:
+        assert row.predicted - workspaces == pytest.approx(row.measured, rel=0.01), row.phase
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.model}: {cell.words}")
+def test_every_configuration_fits_a_large_card(cell: Cell) -> None:
+    short = replace(cell, prompt_length=16, response_length=48)
+    rows = predict(short, config_of(cell.model))
+    assert 2**30 < max(size for size, _ in rows.values()) < 100 * 2**30
+    assert all(sum(parts.values()) == size for size, parts in rows.values())
+    assert {"old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor", "weight_sync"} <= set(rows)
+
+
+def test_the_large_one_is_for_a_card_of_140_gb() -> None:
+    (cell,) = LARGE
+    assert max(size for size, _ in predict(cell, config_of(cell.model)).values()) < 125 * 10**9
+
+
+def test_half_of_the_sequences_are_shorter() -> None:
+    lengths = CELLS[0].lengths
+    assert len({sum(pair) for pair in lengths}) == 2
+    assert max(sum(pair) for pair in lengths) == CELLS[0].prompt_length + CELLS[0].response_length
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured() -> None:
+    with pytest.raises(ConfigError, match="measures on a GPU"):
+        bench_stock(result=None)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verl_shard.common.errors import ConfigError
+from verl_shard.config.workload import Workload
+from verl_shard.planning.settings import Settings, fill, micro_batch, read_roles
+
+
+def filled(workload: Workload | None = None, backend: Any = None, **roles: Any) -> Settings:
+    return fill(read_roles({"actor": "a", **roles}, backend), workload or Workload(train_batch_size=64))
+
+
+def faults(*args: Any, **given: Any) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        filled(*args, **given)
+    return {finding.where: str(finding) for finding in caught.value.findings}
+
+
+def test_ppo_brings_a_critic_and_the_kl_a_reference() -> None:
+    made = filled()
+    assert list(made.roles) == ["actor", "critic", "ref", "rollout"]
+    assert made.roles["critic"].model == made.roles["ref"].model == "a"
+    assert made.roles["critic"].task == "value"
+    assert list(filled(Workload(algorithm="grpo", kl="none")).roles) == ["actor", "rollout"]
+
+
+def test_defaults_and_what_was_blank() -> None:
+    made = filled(actor={"model": "a", "micro_batch_size": 4})
+    actor = made.roles["actor"]
+    assert (actor.precision, actor.optimizer, actor.micro_batch_size, actor.gradient_checkpointing) == (
+        "bf16-mixed", "adamw", 4, False,
+    )  # fmt: skip
+    assert made.roles["ref"].precision == "bf16"
+    assert "micro_batch_size" not in made.blank["actor"]
+    assert "precision" in made.blank["actor"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "mini", "size"), [(64, 1, None, 16), (10, 3, None, 15), (7, 1, None, 7), (64, 1, 17, 1)]
+)
+def test_a_micro_batch_divides_the_mini_batch(batch: int, n: int, mini: int | None, size: int) -> None:
+    assert micro_batch(Workload(train_batch_size=batch, n=n, ppo_mini_batch_size=mini)) == size
+
+
+def test_a_micro_batch_that_does_not_divide_is_refused_with_the_arithmetic() -> None:
+    found = faults(actor={"model": "a", "micro_batch_size": 5})
+    assert "64 prompts x 1 = 64 sequences, % 5 = 4" in found["actor.micro_batch_size"]
+    assert "1, 2, 4, 8, 16, 32, 64" in found["actor.micro_batch_size"]
+
+
+def test_roles_without_use_and_settings_of_another_backend_all_at_once() -> None:
+    found = faults(
+        Workload(algorithm="grpo", kl="none", train_batch_size=64),
+        critic="c",
+        ref="r",
+        reward={},
+        rollout={"gpu_memory_utilization": 0.5, "devices": 2},
+    )
+    assert set(found) == {"critic", "ref", "reward.model", "rollout.gpu_memory_utilization", "rollout.devices"}
+    assert "learns no values" in found["critic"]
+
+
+def test_stock_verl_has_its_own_settings() -> None:
+    made = filled(backend="fsdp2", actor={"model": "a", "offload_policy": True})
+    assert made.roles["rollout"].strategy == "vllm"
+    assert made.roles["rollout"].gpu_memory_utilization == 0.5
+    assert made.roles["critic"].param_offload is False
+    assert (
+        "FSDP1 does not have it"
+        in faults(backend="fsdp", actor={"model": "a", "offload_policy": True})["actor.offload_policy"]
+    )
+    assert "device_map backend's" in faults(backend="fsdp", ref={"offload": "stream"})["ref.offload"]
+    assert (
+        "fsdp has fsdp there"
+        in faults(backend="fsdp", actor={"model": "a", "strategy": "device_map"})["actor.strategy"]
+    )
+
+
+def test_the_actor_needs_a_model() -> None:
+    with pytest.raises(ConfigError, match="the actor needs a model"):
+        fill(read_roles({"actor": {}}), Workload())
+
+
+def test_lora_makes_the_reference_the_actor() -> None:
+    assert filled(actor={"model": "a", "lora_rank": 8}).ref_in_actor
+    assert not filled().ref_in_actor

@@ -1,0 +1,376 @@
+"""Phases of a step held against engines on the GPU at hand, verl's FSDP ones and ours: all roles in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from verl_shard.bench.start import machine
+from verl_shard.common.errors import RunError, config_error
+from verl_shard.common.files import write_whole
+from verl_shard.common.tables import err, out, table
+from verl_shard.common.units import format_bytes
+
+SCHEMA = "verl_shard/bench-stock/1"
+_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, OSError)
+STEPS = 3
+"""The last is the one that is measured: optimizer states are made by the first."""
+_LLAMA_1B = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+"""The shape of a 1B Llama, with a head of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One configuration of verl. model: a name of the zoo's, or "llama-1b"; lengths: of prompts and responses."""
+
+    model: str
+    strategy: Literal["fsdp", "fsdp2", "device_map"]
+    model_dtype: Literal["fp32", "bf16"] = "fp32"
+    packed: bool = False
+    gradient_checkpointing: bool = True
+    offload: bool = False
+    sequences: int = 4
+    micro_batch_size: int = 2
+    prompt_length: int = 512
+    response_length: int = 1536
+    compiled: bool = False
+    roles: tuple[Literal["actor", "critic", "ref"], ...] = ("actor", "critic", "ref")
+    attn_implementation: str = "sdpa"
+
+    @property
+    def words(self) -> str:
+        said = [self.strategy, self.model_dtype, "packed" if self.packed else "padded"]
+        said += ["gradient checkpointing"] * self.gradient_checkpointing + ["offload"] * self.offload
+        said += ["compiled entropy"] * self.compiled
+        return ", ".join(said)
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """(prompt, response) of each sequence: one in two is a little shorter, so that there is padding."""
+        return [(self.prompt_length, self.response_length - 4 * (i % 2)) for i in range(self.sequences)]
+
+
+CELLS = (
+    Cell(model="qwen2-0.5b", strategy="fsdp", packed=True),
+    Cell(model="qwen2-0.5b", strategy="fsdp2", packed=True),
+    Cell(model="qwen2-0.5b", strategy="fsdp2", offload=True),
+    Cell(model="qwen2-0.5b", strategy="fsdp", gradient_checkpointing=False),
+    Cell(model="qwen3-0.6b", strategy="fsdp2", model_dtype="bf16", packed=True, gradient_checkpointing=False),
+    Cell(model="qwen3-0.6b", strategy="fsdp", model_dtype="bf16", offload=True),
+    Cell(model="llama-1b", strategy="fsdp", packed=True),
+    Cell(model="llama-1b", strategy="fsdp2"),
+    Cell(model="llama-1b", strategy="fsdp", offload=True, packed=True),
+    Cell(model="qwen2-0.5b", strategy="fsdp2", packed=True, compiled=True),
+)
+OURS = (
+    Cell(model="qwen2-0.5b", strategy="device_map", response_length=256, sequences=8, micro_batch_size=4),
+    Cell(model="qwen3-0.6b", strategy="device_map", response_length=256, gradient_checkpointing=False),
+    Cell(model="llama-1b", strategy="device_map", response_length=128, model_dtype="bf16"),
+)
+"""Our engine, which generates too."""
+LARGE = (Cell(model="qwen2-7b", strategy="fsdp2", model_dtype="bf16", packed=True, roles=("actor", "ref")),)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes that torch has allocated at most in a phase of the third step: predicted and measured."""
+
+    cell: Cell
+    phase: str
+    predicted: int
+    measured: int
+    parts: dict[str, int]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+class Meter(Protocol):
+    """Measures a phase."""
+
+    def __call__(self, run: Callable[[], object]) -> int:
+        """Runs it; the most bytes that were allocated meanwhile."""
+
+
+def cuda_meter(run: Callable[[], object]) -> int:
+    """torch.cuda.max_memory_allocated of a call."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def bench_stock(*, result: Path | None, large: bool = False, only: int | None = None) -> list[Measured]:
+    """Runs verl's FSDP engine, and ours, over the cells; prints each phase beside its prediction, and writes JSON.
+
+    only: the number of one cell. Raises ConfigError without a GPU, RunError when no cell could be run; a cell that
+    fails is named and left out.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asked otherwise, CUDA starts and nothing can fork
+    import torch
+
+    if not torch.cuda.is_available():
+        fix = "Run it on a machine with a GPU; the prediction itself needs none"
+        raise config_error("no-gpu", "bench stock", None, "it measures on a GPU, and torch sees none", fix)
+    from verl_shard.verl_plugin.stock_engine import import_early
+
+    import_early()
+    cells: Sequence[Cell] = (*OURS, *CELLS, *(LARGE if large else ()))
+    cells = cells if only is None else [cells[only % len(cells)]]
+    measured: list[Measured] = []
+    failed: dict[str, str] = {}
+    for cell in cells:
+        began = time.perf_counter()
+        rows, where = _in_a_process(cell)
+        seconds = time.perf_counter() - began
+        if isinstance(rows, str):
+            failed[f"{cell.model}: {cell.words}"] = rows
+            err.print(f"{cell.model}: {cell.words}: {rows}", style="red")
+            continue
+        measured += rows
+        worst = max(rows, key=lambda row: abs(row.error))
+        err.print(f"{cell.model}: {cell.words}: worst {worst.phase} {worst.error:+.2%} ({seconds:.0f} s)")
+        if result is not None:  # as far as it has come
+            record = {
+                "schema": SCHEMA, "machine": where, "rows": [{**asdict(m), "error": m.error} for m in measured],
+                "failed": failed,
+            }  # fmt: skip
+            write_whole(result, json.dumps(record, indent=1) + "\n")
+    if not measured:
+        raise RunError("; ".join(f"{cell}: {why}" for cell, why in failed.items()))
+    out.print(_table(measured))
+    out.print(_summary(measured))
+    return measured
+
+
+def _in_a_process(cell: Cell) -> tuple[list[Measured] | str, dict[str, Any]]:
+    """A cell in a process of its own, since FSDP gives memory back only with its process; or why it failed.
+
+    And the machine, which this process must not ask for: CUDA would start in it, and nothing could fork.
+    """
+    here, there = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_run_and_send, args=(cell, there))
+    child.start()
+    there.close()
+    try:
+        answer: tuple[list[Measured] | str, dict[str, Any]] = here.recv()
+    except EOFError:
+        answer = "its process died", {}
+    child.join()
+    return answer
+
+
+def _run_and_send(cell: Cell, there: Any) -> None:
+    from verl_shard.verl_plugin.stock_engine import one_process
+
+    try:
+        with one_process("cuda"):
+            answer: list[Measured] | str = run_cell(cell, cuda_meter)
+    except _FAILURES as error:  # one cell must not cost the others
+        answer = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    there.send((answer, machine()))
+
+
+def config_of(name: str) -> Any:
+    """The configuration of a cell's model."""
+    from transformers import AutoConfig
+
+    from verl_shard.bench.maps import zoo
+
+    if name == "llama-1b":
+        fields = dict(_LLAMA_1B)
+    else:
+        entry = next(entry for entry in zoo() if entry["name"] == name)
+        fields = {"model_type": entry["model_type"], **entry["kwargs"]}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+    return config
+
+
+def run_cell(cell: Cell, meter: Meter, config: Any = None) -> list[Measured]:
+    """The phases of the third step, measured and predicted. config: of the model, by default that of the cell's name."""
+    config = config_of(cell.model) if config is None else config
+    rows = predict(cell, config)
+    with tempfile.TemporaryDirectory(prefix="verl_shard_stock_") as folder:
+        found = measure(cell, config, Path(folder), meter)
+    return [Measured(cell, phase, rows[phase][0], size, rows[phase][1]) for phase, size in found.items()]
+
+
+def predict(cell: Cell, config: Any) -> dict[str, tuple[int, dict[str, int]]]:
+    """By phase what torch will have allocated at most, and its parts."""
+    from verl_shard.config.roles import RoleConfig
+    from verl_shard.config.workload import Workload
+    from verl_shard.memory.stock.phases import OUTSIDE, stock_phases
+    from verl_shard.models.read import read_model
+
+    own = RoleConfig(
+        precision="bf16-mixed" if cell.model_dtype == "fp32" else "bf16",
+        gradient_checkpointing=cell.gradient_checkpointing,
+        micro_batch_size=cell.micro_batch_size,
+        attn_implementation=cell.attn_implementation,  # type: ignore[arg-type]
+        param_offload=cell.offload,
+        optimizer_offload=cell.offload,
+    )
+    scoring = RoleConfig(
+        precision=own.precision, micro_batch_size=own.micro_batch_size, attn_implementation=own.attn_implementation
+    )
+    roles: dict[Any, RoleConfig] = {name: scoring if name == "ref" else own for name in cell.roles}
+    models: dict[Any, Any] = {"actor": read_model(config, task="causal-lm")}
+    if "critic" in cell.roles:
+        models["critic"] = read_model(config, task="value")
+    if cell.strategy == "device_map":
+        return _predict_ours(cell, config)
+    workload = Workload(
+        algorithm="ppo",
+        kl="loss",
+        train_batch_size=cell.sequences,
+        prompt_length=cell.prompt_length,
+        response_length=cell.response_length,
+        remove_padding=cell.packed,
+    )
+    made = stock_phases(
+        models,
+        {**roles, "rollout": RoleConfig(gpu_memory_utilization=0.5)},
+        workload,
+        backend=cell.strategy,
+        n_ranks=1,
+        ranks_per_node=1,
+        card_memory=0,
+        flash_attn=importlib.util.find_spec("flash_attn") is not None,
+        compiled=cell.compiled,
+    )
+    return {
+        row.phase: (row.allocated, {part.name: part.n_bytes for part in row.parts if part.name not in OUTSIDE})
+        for row in made
+    }
+
+
+def _predict_ours(cell: Cell, config: Any) -> dict[str, tuple[int, dict[str, int]]]:
+    """The same for our engine, as build_plan has it."""
+    from verl_shard.config.inventory import Inventory
+    from verl_shard.planning.build import build_plan
+
+    trained = {
+        "precision": "bf16-mixed" if cell.model_dtype == "fp32" else "bf16",
+        "gradient_checkpointing": cell.gradient_checkpointing,
+        "micro_batch_size": cell.micro_batch_size,
+        "optimizer": "adamw",
+        "logits": "full",
+        "lora_rank": 0,
+        "attn_implementation": cell.attn_implementation,
+    }
+    scoring = {name: trained[name] for name in ("micro_batch_size", "logits", "attn_implementation")}
+    plan = build_plan(
+        {
+            "actor": {"model": config, **trained},
+            "critic": {name: value for name, value in trained.items() if name != "logits"},
+            "ref": {**scoring, "offload": "none", "precision": "bf16"},
+            "rollout": {"micro_batch_size": cell.sequences},
+        },
+        gpus=Inventory.declared(1, memory=2**50),
+        workload={
+            "train_batch_size": cell.sequences,
+            "prompt_length": cell.prompt_length,
+            "response_length": cell.response_length,
+        },
+    )
+    return {row.phase: (row.peaks[0], dict(row.parts)) for row in plan.phases}
+
+
+def measure(cell: Cell, config: Any, folder: Path, meter: Meter) -> dict[str, int]:
+    """Makes the roles and runs three steps; the peaks of the last. Needs `one_process` around it."""
+    from verl_shard.memory.stock.terms import BUCKET
+    from verl_shard.verl_plugin.stock_engine import Setup, StockRole, save_model
+
+    setup = Setup(
+        folder=folder,
+        strategy=cell.strategy,
+        lengths=cell.lengths,
+        micro_batch_size_per_gpu=cell.micro_batch_size,
+        model_dtype=cell.model_dtype,
+        use_remove_padding=cell.packed,
+        enable_gradient_checkpointing=cell.gradient_checkpointing,
+        param_offload=cell.offload,
+        optimizer_offload=cell.offload,
+        use_torch_compile=cell.compiled,
+        attn_implementation=cell.attn_implementation,
+    )
+    with _quiet():
+        save_model(config, folder)
+        order = [role for role in ("critic", "ref", "actor") if role in cell.roles]  # as verl makes them
+        roles = {role: StockRole(role, setup) for role in order}
+    phases: list[tuple[str, Callable[[], object]]] = [("old_log_prob", roles["actor"].score)]
+    if "ref" in roles:
+        phases.append(("ref_log_prob", roles["ref"].score))
+    if "critic" in roles:
+        phases += [("values", roles["critic"].score), ("update_critic", roles["critic"].update)]
+    phases.append(("update_actor", roles["actor"].update))
+    if cell.strategy == "device_map":
+        phases.insert(0, ("generate", roles["actor"].generate))
+    else:
+        phases.append(("weight_sync", partial(roles["actor"].export_weights, BUCKET.n_bytes)))
+    peaks: dict[str, int] = {}
+    try:
+        for _ in range(STEPS):
+            for phase, run in phases:
+                with _quiet():
+                    peaks[phase] = meter(run)
+    finally:
+        del phases, roles
+        gc.collect()
+    return peaks
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """verl and transformers print what nobody asked for."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def _table(measured: Sequence[Measured]) -> Any:
+    rows = [
+        (
+            m.cell.model,
+            m.cell.words,
+            m.phase,
+            format_bytes(m.measured),
+            format_bytes(m.predicted),
+            f"{m.error:+.2%}",
+        )
+        for m in measured
+    ]
+    return table(
+        "Stock verl's engine, peak of each phase",
+        ("model", "settings", "phase", "measured", "predicted", "error"),
+        rows,
+    )
+
+
+def _summary(measured: Sequence[Measured]) -> Any:
+    rows = []
+    for phase in dict.fromkeys(m.phase for m in measured):
+        errors = [abs(m.error) for m in measured if m.phase == phase]
+        rows.append((phase, f"{statistics.median(errors):.2%}", f"{max(errors):.2%}", len(errors)))
+    return table("Error", ("phase", "median", "worst", "rows"), rows)

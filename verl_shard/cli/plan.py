@@ -1,0 +1,159 @@
+"""verl-shard plan"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from verl_shard.cli import passes
+
+HELP = """Does a PPO or GRPO run fit, which role goes on which GPU, and if it does not fit, the cheapest way to make it.
+
+Models are traced without weights and without a GPU, a second or two for each pass. Settings that are not given are chosen;
+those that are given with --set are kept. Exit code 0 when it fits, 2 when it does not.
+"""
+
+
+def plan(
+    actor: Annotated[str | None, typer.Option(help="Folder or hub id of the model that is trained.")] = None,
+    critic: Annotated[
+        str | None,
+        typer.Option(help="The value model of ppo; by default the actor's. Trained too: as much memory again."),
+    ] = None,
+    ref: Annotated[str | None, typer.Option(help="The reference for the KL; by default the actor's.")] = None,
+    reward: Annotated[str | None, typer.Option(help="A reward model; without, a reward function is meant.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many GPUs; by default those of this machine.")] = None,
+    gpu: Annotated[str | None, typer.Option(help='A known card, such as "a100-80g" or "h200-141g".')] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help='Or the memory of each GPU, such as "80GiB".')] = None,
+    nodes: Annotated[int, typer.Option(help="Machines that the GPUs are in.", min=1)] = 1,
+    host_memory: Annotated[str | None, typer.Option(help='RAM of each machine, such as "512GiB".')] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="device_map (this package's engine), fsdp or fsdp2 (stock verl with vLLM). [device_map]"),
+    ] = None,
+    algorithm: Annotated[str | None, typer.Option(help="ppo, grpo, rloo ...: ppo has a critic. [ppo]")] = None,
+    train_batch_size: Annotated[int | None, typer.Option(help="Prompts in a step. [256]")] = None,
+    n: Annotated[int | None, typer.Option(help="Responses to each prompt. [1]")] = None,
+    prompt_length: Annotated[int | None, typer.Option(help="Longest prompt, in tokens. [512]")] = None,
+    response_length: Annotated[int | None, typer.Option(help="Longest response, in tokens. [1024]")] = None,
+    mean_response_length: Annotated[
+        int | None, typer.Option(help="Tokens of a response on average, for times; by default the longest.")
+    ] = None,
+    ppo_mini_batch_size: Annotated[
+        int | None, typer.Option(help="Prompts in one optimizer step; by default the whole batch.")
+    ] = None,
+    kl: Annotated[str | None, typer.Option(help="loss, reward, or none, which needs no reference. [loss]")] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="A role's setting that is to be kept, as actor.micro_batch_size=4 (repeat for several)."
+        ),
+    ] = None,
+    side_by_side: Annotated[
+        bool,
+        typer.Option(
+            "--side-by-side", help="Search which roles share GPUs: those on GPUs of their own work at the same time."
+        ),
+    ] = False,
+    trust_remote_code: passes.TrustRemoteCode = False,
+    save: Annotated[
+        Path | None, typer.Option(help="Also write the plan as YAML, for Plan.load and the engine.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw the memory of each phase, into this PNG.")] = None,
+    rates: Annotated[Path | None, typer.Option(help='Speeds that "verl-shard bench rates" measured.')] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> int:
+    """Prints a plan."""
+    from json import dumps
+
+    from verl_shard.common.errors import Faults
+    from verl_shard.common.tables import out
+    from verl_shard.common.units import parse_bytes
+    from verl_shard.config.workload import Workload
+    from verl_shard.planning.build import build_plan
+    from verl_shard.planning.rates import Rates
+    from verl_shard.planning.settings import read_roles
+
+    faults = Faults()
+    with faults.gathering():
+        given = _roles({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, setting or [])
+        roles = read_roles(given, backend)  # type: ignore[arg-type]
+    fields = passes.given(
+        algorithm=algorithm,
+        train_batch_size=train_batch_size,
+        n=n,
+        prompt_length=prompt_length,
+        response_length=response_length,
+        mean_response_length=mean_response_length,
+        ppo_mini_batch_size=ppo_mini_batch_size,
+        kl=kl,
+    )
+    with faults.gathering():
+        workload = Workload(**fields)
+    with faults.gathering():
+        host = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
+        inventory = _inventory(gpus, gpu, gpu_memory, nodes, host)
+    faults.check()
+    made = build_plan(
+        roles,
+        gpus=inventory,
+        workload=workload,
+        rates=None if rates is None else Rates.load(rates),
+        side_by_side=side_by_side,
+        trust_remote_code=trust_remote_code,
+    )
+    if save is not None:
+        made.save(save)
+    if picture is not None:
+        made.draw(picture)
+    if json:
+        typer.echo(dumps(made.to_dict(), indent=2))
+    else:
+        out.print(made.report(out.width), end="", markup=False)
+    return 0 if made.fits else 2
+
+
+def _inventory(gpus: int | None, gpu: str | None, memory: str | None, nodes: int, host_memory: int | None) -> Any:
+    from verl_shard.common.errors import config_error
+    from verl_shard.config.inventory import Inventory
+    from verl_shard.resources.probe import probe
+
+    if gpus is None and (gpu is not None or memory is not None or nodes > 1):
+        raise config_error("how-many", "--gpus", None, "which GPUs, but not how many", "Add --gpus 4")
+    if gpus is None:
+        return probe()
+    return Inventory.declared(gpus, card=gpu, memory=memory, n_nodes=nodes, host_memory=host_memory)
+
+
+def _roles(models: dict[str, str | None], settings: list[str]) -> dict[str, Any]:
+    """Roles with models and `--set role.field=value`, its value read as YAML. Raises ConfigError with every fault."""
+    import yaml
+
+    from verl_shard.common.errors import Faults, Finding
+    from verl_shard.planning.settings import read_roles
+
+    roles: dict[str, dict[str, Any]] = {role: {"model": model} for role, model in models.items() if model is not None}
+    wrong = Faults()
+    for text in settings:
+        name, equals, value = text.partition("=")
+        role, dot, field = name.partition(".")
+        if not (equals and dot and field):
+            why, fix = "not role.field=value", "Write for example --set actor.gradient_checkpointing=true"
+            wrong.findings.append(Finding("error", "not-a-setting", "--set", text, why, fix))
+            continue
+        roles.setdefault(role, {})[field] = yaml.safe_load(value)
+    if models["actor"] is None:
+        why, fix = "the model that is trained is not named", "Add --actor FOLDER_OR_ID"
+        wrong.findings.append(Finding("error", "no-model", "--actor", "", why, fix))
+        roles.setdefault("actor", {})
+    with wrong.gathering():
+        read_roles(roles)
+    wrong.check()
+    return roles
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command("plan", help=HELP)(plan)

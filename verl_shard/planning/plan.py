@@ -1,0 +1,200 @@
+"""Plan: every blank of a configuration filled, with what each phase takes, what it lacks and what would mend it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_shard.common.errors import config_error
+from verl_shard.common.files import write_whole
+from verl_shard.config.inventory import Inventory
+from verl_shard.config.workload import Workload
+from verl_shard.planning.plan_file import SCHEMA
+
+
+@dataclass(frozen=True)
+class PlannedRole:
+    """What a role does and where.
+
+    settings: of its RoleConfig, all that has a value. chosen: those that the planner chose.
+    device_map and loads (bytes by GPU): of a role that holds weights of its own, on the device_map backend.
+    """
+
+    model: str
+    n_params: int
+    devices: tuple[int, ...]
+    precision: str
+    settings: Mapping[str, Any]
+    chosen: tuple[str, ...]
+    device_map: Mapping[str, Any] | None = None
+    loads: Mapping[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A phase of the step. peaks: bytes by GPU that torch allocates at most. reserved: on the fullest GPU, what its
+    allocator takes from the driver. parts: what the fullest GPU's peak is made of. unmeasured: parts that nobody measured.
+    """
+
+    phase: str
+    role: str
+    peaks: Mapping[int, int]
+    reserved: int
+    seconds: float
+    bound_by: str = ""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    unmeasured: tuple[str, ...] = ()
+
+    @property
+    def fullest(self) -> int:
+        """The GPU with the largest peak."""
+        return max(self.peaks, key=lambda gpu: self.peaks[gpu])
+
+
+@dataclass(frozen=True)
+class RemedyRow:
+    """A remedy for a role. setting: what to write. saved: bytes on the fullest GPU of `phase`. seconds: a step longer.
+
+    taken: the plan has it, in a field that was left blank; otherwise it is for whoever set the field to decide.
+    """
+
+    name: str
+    role: str
+    setting: str
+    phase: str
+    saved: int
+    seconds: float
+    price: str
+    same_result: bool
+    taken: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Whether to keep something of a role in host memory. saved: bytes a GPU in `phase`. seconds: its price in a step."""
+
+    role: str
+    what: str
+    on: bool
+    why: str
+    phase: str
+    saved: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """One of the checks that people are told to make by hand. level: ok, warning or fault."""
+
+    level: str
+    what: str
+    says: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See build_plan. limits: bytes by GPU that torch may allocate. host: bytes of RAM by node, at most."""
+
+    backend: str
+    inventory: Inventory
+    workload: Workload
+    roles: Mapping[str, PlannedRole]
+    phases: tuple[PlannedPhase, ...]
+    limits: Mapping[int, int]
+    fits: bool
+    step_seconds: float
+    remedies: tuple[RemedyRow, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    checks: tuple[Check, ...] = ()
+    host: Mapping[int, int] = field(default_factory=dict)
+    host_parts: Mapping[str, int] = field(default_factory=dict)
+    fits_with: str = ""
+    """In words, what it would fit with when it does not."""
+    placements: tuple[str, ...] = ()
+    """In words, the next best placements that were looked at."""
+
+    @property
+    def model_config(self) -> dict[str, dict[str, Any]]:
+        """By role, the keywords of the articles' `model_config`: device_map, dtype, attn_implementation."""
+        dtypes = {"bf16": "bfloat16", "bf16-mixed": "float32", "fp32": "float32"}
+        return {
+            role: {
+                "device_map": dict(own.device_map),
+                "dtype": dtypes[own.precision],
+                "attn_implementation": own.settings["attn_implementation"],
+            }
+            for role, own in self.roles.items()
+            if own.device_map is not None
+        }
+
+    def report(self, width: int = 100) -> str:
+        """Tables for people: memory by step phase and GPU, the verdict, remedies, offload advice, roles."""
+        from verl_shard.planning.report import report
+
+        return report(self, width)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Writes a picture of the memory of each phase as a PNG. Raises MissingExtraError without matplotlib."""
+        from verl_shard.planning.picture import draw
+
+        draw(self, Path(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `save` writes: plain values, opening with the schema."""
+        plain: dict[str, Any] = _plain({**asdict(self), "inventory": self.inventory.to_dict()})
+        return {"schema": SCHEMA, **plain}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as YAML, whole or not at all; the device_map engine reads its roles' maps from it."""
+        write_whole(Path(path), yaml.safe_dump(self.to_dict(), sort_keys=False, width=120))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan that `save` wrote. Raises ConfigError for a file that is missing or no such plan."""
+        try:
+            record = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            why = f"it cannot be read ({error})"
+            raise config_error("not-a-plan", str(path), None, why, "Give what Plan.save wrote") from error
+        return cls.from_dict(record, str(path))
+
+    @classmethod
+    def from_dict(cls, record: Any, where: str = "plan") -> Plan:
+        """The plan that `to_dict` gave. Raises ConfigError for anything else."""
+        schema = record.get("schema") if isinstance(record, Mapping) else None
+        if schema != SCHEMA:
+            raise config_error(
+                "not-a-plan", where, schema, f'its "schema" is not "{SCHEMA}"', "Give what Plan.save wrote"
+            )
+        try:
+            given = {name: value for name, value in record.items() if name != "schema"}
+            given["inventory"] = Inventory.from_dict(given["inventory"])
+            given["workload"] = Workload(**given["workload"])
+            given["roles"] = {
+                role: PlannedRole(**{**own, "devices": tuple(own["devices"]), "chosen": tuple(own["chosen"])})
+                for role, own in given["roles"].items()
+            }
+            given["phases"] = tuple(
+                PlannedPhase(**{**row, "unmeasured": tuple(row["unmeasured"])}) for row in given["phases"]
+            )
+            for name, kind in (("remedies", RemedyRow), ("advice", Advice), ("checks", Check)):
+                given[name] = tuple(kind(**row) for row in given[name])
+            given["placements"] = tuple(given["placements"])
+            return cls(**given)
+        except (KeyError, TypeError, AttributeError) as error:
+            why = f"a field is missing or wrong ({error})"
+            raise config_error("not-a-plan", where, None, why, "Give what Plan.save wrote") from error
+
+
+def _plain(value: Any) -> Any:
+    """YAML knows no tuples."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,129 @@
+"""Rates: what a GPU and its host reach on real models, of which times are made. Given, or measured by `bench rates`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from verl_shard.common.errors import ConfigError, Finding, config_error
+from verl_shard.common.files import write_whole
+from verl_shard.config.cards import Card
+
+SCHEMA = "verl_shard/bench-rates/1"
+
+# Fitted to 37 passes of Qwen2 0.5B, Qwen3 0.6B and Llama 3.1 8B on an H200 (torch 2.11, transformers 5.17,
+# docs/results/h200_times.json): the median error of their times is 4 %, the largest 35 % (a small model whose recomputed
+# forward the host launches). Whole steps are not among them. Shares are of the data sheet's figures.
+PRODUCT_SHARE = 0.738
+"""Of a card's FLOP/s that products of matrices reach."""
+ATTENTION_SHARE = 0.844
+"""Of the same that fused attention reaches when it is counted whole, though it is causal and does half."""
+MEMORY_SHARE = 0.647
+"""Of a card's memory bandwidth that element-wise operations reach."""
+KERNEL_S = 6.6e-6
+"""Seconds of the GPU for each kernel beside its work: its start, and its last blocks, which do not fill the GPU."""
+FORWARD_S = 19.7e-6
+"""Seconds of the host for each operation of a forward: Python, the modules and what they call."""
+BACKWARD_S = 28.2e-6
+"""The same in a backward and in the optimizer's step."""
+RECOMPUTE_S = 55.4e-6
+"""The same in a forward that gradient checkpointing repeats, in autograd's thread and under its hooks."""
+DECODE_S = 17.9e-6
+"""The same for one token of transformers' `generate`, cache and all."""
+TOKEN_S = 0.62e-3
+"""Seconds of the host for each token of `generate` beside the model: masks, the choice of the token, stopping."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is reached, not what data sheets promise.
+
+    name: whose they are. source: where they are from.
+    bf16_flops, fp32_flops: FLOP/s of products. attention_flops: of fused attention, its two products counted whole.
+    memory_bandwidth, host_bandwidth, link_bandwidth: bytes/s of the GPU's own memory, from and to pinned host memory, and
+    to another GPU of the machine.
+    kernel_s: seconds of the GPU for each kernel beside its work.
+    forward_s, backward_s, recompute_s, decode_s: seconds of the host for each operation in a forward, in a backward or
+    an optimizer's step, in a forward that checkpointing repeats, and in generation. token_s: for each token beside these.
+    Raises ConfigError for what is no positive number; the times may be zero.
+    """
+
+    name: str
+    bf16_flops: float
+    fp32_flops: float
+    attention_flops: float
+    memory_bandwidth: float
+    host_bandwidth: float
+    link_bandwidth: float
+    kernel_s: float = KERNEL_S
+    forward_s: float = FORWARD_S
+    backward_s: float = BACKWARD_S
+    recompute_s: float = RECOMPUTE_S
+    decode_s: float = DECODE_S
+    token_s: float = TOKEN_S
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        faults = [fault for field in NUMBERS if (fault := _fault(field, getattr(self, field))) is not None]
+        if faults:
+            raise ConfigError(faults)
+
+    @classmethod
+    def of(cls, card: Card) -> Rates:
+        """Of a card by its data sheet, with the shares that an H200 reached; the host is the one that had it."""
+        return cls(
+            name=card.name,
+            bf16_flops=PRODUCT_SHARE * card.bf16_flops,
+            fp32_flops=PRODUCT_SHARE * card.fp32_flops,
+            attention_flops=ATTENTION_SHARE * card.bf16_flops,
+            memory_bandwidth=MEMORY_SHARE * card.memory_bandwidth,
+            host_bandwidth=card.host_bandwidth,
+            link_bandwidth=card.link_bandwidth,
+            source=f"{card.source}; shares as an H200 reached them",
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Rates:
+        """What `verl-shard bench rates --out` wrote. Raises ConfigError when the file is no such thing."""
+        where = f"rates {path}"
+        fix = "Make one with verl-shard bench rates --out FILE"
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise config_error("bad-rates", where, None, f"it cannot be read ({error})", fix) from error
+        schema = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        if schema != SCHEMA:
+            raise config_error("bad-rates", where, schema, f"its schema is not {SCHEMA}", fix)
+        given = content.get("rates")
+        known = {field.name for field in fields(cls)}
+        if not isinstance(given, dict) or known ^ set(given):
+            missing = sorted(known - set(given or ()))
+            unknown = sorted(set(given or ()) - known)
+            why = f"missing are {', '.join(missing) or 'none'}, unknown are {', '.join(unknown) or 'none'}"
+            raise config_error("bad-rates", where, None, why, fix)
+        try:
+            return cls(**given)
+        except ConfigError as error:
+            raise ConfigError([replace(fault, where=f"{where}: {fault.where}") for fault in error.findings]) from None
+
+    def save(self, path: Path, machine: Mapping[str, Any]) -> None:
+        """Writes JSON that `load` reads; machine: what they were measured on."""
+        record = {"schema": SCHEMA, "machine": dict(machine), "rates": asdict(self)}
+        write_whole(path, json.dumps(record, indent=1) + "\n")
+
+
+NUMBERS = tuple(field.name for field in fields(Rates) if field.name not in ("name", "source"))
+"""The fields of Rates that are numbers."""
+
+
+def _fault(name: str, value: object) -> Finding | None:
+    zero = name.endswith("_s")
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if number and (value >= 0 if zero else value > 0):  # type: ignore[operator]
+        return None
+    why = "seconds of zero or more are needed" if zero else "a number above zero is needed"
+    return Finding("error", "bad-rate", name, repr(value), why, "Measure it with verl-shard bench rates")

@@ -1,0 +1,206 @@
+"""From what was asked of each role to what each role does: blanks filled, contradictions refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.config.roles import ROLES, TRAINED, Backend, ResourceConfig, Role, RoleConfig
+from verl_shard.config.validated import read
+from verl_shard.config.workload import Workload
+
+MOST_IN_A_MICRO_BATCH = 16
+MOST_GENERATED_AT_ONCE = 256
+_ENGINE_ONLY = ("tensor_parallel_size", "gpu_memory_utilization")
+_FSDP_ONLY = ("param_offload", "optimizer_offload", "offload_policy")
+_STRATEGIES = {
+    "device_map": {"actor": ("device_map", "none"), "rollout": ("hf",)},
+    "fsdp": {"actor": ("fsdp",), "rollout": ("vllm", "sglang")},
+    "fsdp2": {"actor": ("fsdp2",), "rollout": ("vllm", "sglang")},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every role's configuration without blanks, and which fields were blank, so that the planner may change them."""
+
+    backend: Backend
+    roles: Mapping[Role, RoleConfig]
+    blank: Mapping[Role, frozenset[str]]
+
+    def changed(self, role: Role, **fields: Any) -> Settings:
+        """The same with some fields of a role set."""
+        return replace(self, roles={**self.roles, role: replace(self.roles[role], **fields)})
+
+    @property
+    def ref_in_actor(self) -> bool:
+        """Whether the reference is the actor without its adapters, as verl has it with LoRA."""
+        return bool("ref" in self.roles and self.roles["actor"].lora_rank)
+
+
+def read_roles(roles: ResourceConfig | Mapping[str, Any], backend: Backend | None = None) -> ResourceConfig:
+    """Roles as people give them: a ResourceConfig, or a dict of role to a model or to a dict of RoleConfig's fields.
+
+    Raises ConfigError with every fault.
+    """
+    if isinstance(roles, ResourceConfig):
+        return roles if backend is None else replace(roles, backend=backend)
+    nested: dict[str, Any] = {}
+    for name, given in roles.items():
+        named = name in ROLES
+        nested[name] = given if not named or isinstance(given, Mapping | RoleConfig) else {"model": given}
+    if backend is not None:
+        nested["backend"] = backend
+    return read(ResourceConfig, nested, "roles")
+
+
+def fill(config: ResourceConfig, workload: Workload) -> Settings:
+    """Every blank with its default, and the roles that the workload implies: a critic for ppo, a reference for the KL.
+
+    Defaults: bf16-mixed for trained roles and bf16 for scoring ones, sdpa, adamw, no gradient checkpointing, micro-batches
+    of 16 sequences or what divides the mini-batch, full logits, nothing offloaded. For stock verl, as verl has them:
+    flash_attention_2 and gradient checkpointing.
+    Raises ConfigError with every fault: a role that the workload has no use for, settings of another backend.
+    """
+    asked = dict(config.roles)
+    faults: list[Finding] = []
+    model = asked["actor"].model
+    if model is None:
+        faults.append(
+            _fault(
+                "no-model", "actor.model", None, "the actor needs a model", "Give a folder, an id or a configuration"
+            )
+        )
+    implied: tuple[tuple[Role, bool, str], ...] = (
+        ("critic", workload.has_critic, f"algorithm={workload.algorithm} learns no values"),
+        ("ref", workload.kl != "none", 'kl="none" compares with no reference'),
+    )
+    for role, needed, why in implied:
+        if needed:
+            asked.setdefault(role, RoleConfig())
+        elif role in asked:
+            faults.append(_fault("no-use", role, None, why, "Leave the role out, or change the workload"))
+    asked.setdefault("rollout", RoleConfig())
+    if "reward" in asked and asked["reward"].model is None:
+        faults.append(
+            _fault(
+                "no-model",
+                "reward.model",
+                None,
+                "a reward model must be named",
+                "Name it, or leave the role out for a reward function",
+            )
+        )
+    for role, own in asked.items():
+        faults += _of_another_backend(role, own, config.backend)
+    faults += _rollout_apart(asked, config.backend)
+    if faults:
+        raise ConfigError(faults)
+    filled = {
+        role: _filled(role, asked[role], asked["actor"], workload, config.backend) for role in ROLES if role in asked
+    }
+    faults = [fault for role, own in filled.items() for fault in _batch_faults(role, own, workload)]
+    if faults:
+        raise ConfigError(faults)
+    blank = {
+        role: frozenset(f.name for f in fields(RoleConfig) if getattr(asked[role], f.name) is None) for role in filled
+    }
+    return Settings(config.backend, filled, blank)
+
+
+def micro_batch(workload: Workload) -> int:
+    """The largest divisor of the mini-batch that is at most MOST_IN_A_MICRO_BATCH sequences."""
+    n = workload.mini_batch_sequences
+    return next(size for size in range(min(MOST_IN_A_MICRO_BATCH, n), 0, -1) if n % size == 0)
+
+
+def _filled(role: Role, own: RoleConfig, actor: RoleConfig, workload: Workload, backend: Backend) -> RoleConfig:
+    trained, rollout = role in TRAINED, role == "rollout"
+    defaults: dict[str, Any] = {
+        "model": actor.model,
+        "task": {"critic": "value", "reward": "reward"}.get(role, "causal-lm"),
+        "device_type": "cuda",
+        "strategy": ("hf" if backend == "device_map" else "vllm") if rollout else backend,
+        "precision": "bf16-mixed" if trained else "bf16",
+        "optimizer": "adamw" if trained else None,
+        "attn_implementation": "sdpa",
+        "gradient_checkpointing": False if trained else None,
+        "micro_batch_size": min(workload.sequences, MOST_GENERATED_AT_ONCE) if rollout else micro_batch(workload),
+        "in_flight": 1 if trained else None,
+        "lora_rank": 0 if trained else None,
+        "logits": "full" if role in ("actor", "ref") else None,
+        "offload": None if trained or rollout else "none",
+    }
+    if rollout and backend == "device_map":  # the actor's own module
+        defaults |= {
+            name: getattr(actor, name) for name in ("precision", "attn_implementation") if getattr(actor, name)
+        }
+        defaults["precision"] = actor.precision or "bf16-mixed"
+    if backend != "device_map":
+        defaults |= {"in_flight": None, "attn_implementation": "flash_attention_2"}
+        if trained:  # as verl's own configuration has it
+            defaults |= {"param_offload": False, "optimizer_offload": False, "offload_policy": False}
+            defaults["gradient_checkpointing"] = True
+        if rollout:
+            defaults |= {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.5}
+    values = {f.name: getattr(own, f.name) for f in fields(RoleConfig)}
+    return RoleConfig(**{name: defaults.get(name) if value is None else value for name, value in values.items()})
+
+
+def _of_another_backend(role: str, own: RoleConfig, backend: Backend) -> list[Finding]:
+    ours = backend == "device_map"
+    faults = []
+    for name in (*_FSDP_ONLY, *_ENGINE_ONLY) if ours else ("in_flight", "offload"):
+        value = getattr(own, name)
+        if value in (None, False, "none"):
+            continue
+        if ours:
+            why, fix = (
+                "the device_map backend keeps weights and states where the map puts them, and generates on the actor",
+                'Leave it out, or plan with backend="fsdp2"',
+            )
+        else:
+            why, fix = f"that is the device_map backend's, and this is {backend}", "Leave it out"
+        faults.append(_fault("other-backend", f"{role}.{name}", value, why, fix))
+    if backend == "fsdp" and own.offload_policy:
+        faults.append(
+            _fault("fsdp2-only", f"{role}.offload_policy", True, "FSDP1 does not have it", 'Use backend="fsdp2"')
+        )
+    fitting = _STRATEGIES[backend]["rollout" if role == "rollout" else "actor"]
+    if own.strategy is not None and own.strategy not in fitting:
+        why = f"backend {backend} has {' or '.join(fitting)} there"
+        faults.append(
+            _fault("strategy", f"{role}.strategy", own.strategy, why, f"Use {' or '.join(fitting)}, or leave it out")
+        )
+    return faults
+
+
+def _rollout_apart(asked: Mapping[Role, RoleConfig], backend: Backend) -> list[Finding]:
+    rollout, actor = asked["rollout"], asked["actor"]
+    if backend != "device_map":
+        return []
+    faults = []
+    for name in ("devices", "model", "precision", "attn_implementation", "device_type"):
+        value = getattr(rollout, name)
+        if value is not None and value != getattr(actor, name):
+            why = "the hf rollout generates on the actor's own module"
+            faults.append(
+                _fault("rollout-is-actor", f"rollout.{name}", value, why, f"Leave it out, or set actor.{name}")
+            )
+    return faults
+
+
+def _batch_faults(role: str, own: RoleConfig, workload: Workload) -> list[Finding]:
+    size, n = own.micro_batch_size, workload.mini_batch_sequences
+    if role not in TRAINED or size is None or n % size == 0:
+        return []
+    prompts = workload.ppo_mini_batch_size or workload.train_batch_size
+    why = f"a mini-batch is {prompts} prompts x {workload.n} = {n} sequences, % {size} = {n % size}, not 0"
+    divisors = ", ".join(str(d) for d in range(1, min(n, 64) + 1) if n % d == 0)
+    return [_fault("batch-arithmetic", f"{role}.micro_batch_size", size, why, f"Choose a divisor: {divisors}")]
+
+
+def _fault(code: str, where: str, given: object, why: str, fix: str) -> Finding:
+    return Finding("error", code, where, "" if given is None else str(given), why, fix)

@@ -1,0 +1,1 @@
+"""This machine: its GPUs and memory, as an Inventory."""
