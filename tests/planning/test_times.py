@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from verl_shard.bench.maps import zoo as zoo_entries
+from verl_shard.bench.times import Part, Traces, _config
 from verl_shard.config.cards import CARDS
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.trace import Trace, trace
@@ -212,3 +214,30 @@ def test_fewer_tokens_of_a_longer_trace() -> None:
     own = generate_seconds(_traced("qwen2-7b", short), short, _H200)
     assert cut.seconds == pytest.approx(own.seconds, rel=0.01)
     assert cut.memory_s == pytest.approx(own.memory_s, rel=0.02)
+
+
+def test_whole_steps_measured_on_an_h200_with_the_defaults() -> None:
+    """Generation, two scorings and an update of three shapes; the defaults were fitted to their passes, not to them."""
+    record = json.loads((Path(__file__).parents[2] / "docs" / "results" / "h200_times.json").read_text())
+    rates = Rates.of(CARDS["h200-141g"])
+    assert record["rates"]["kernel_s"] == rates.kernel_s
+    steps = [row for row in record["rows"] if row["step"]]
+    assert [row["model"] for row in steps] == ["qwen2-0.5b", "llama-3.1-8b", "qwen3-0.6b"]
+    assert all(abs(row["predicted_s"] / row["measured_s"] - 1) < 0.1 for row in steps)
+    small = steps[0]
+    configs = {entry["name"]: entry for entry in zoo_entries()}
+    found = Traces(_config(configs[small["model"]])).predicted(_parts(small), rates)
+    assert found.seconds == pytest.approx(small["predicted_s"], rel=0.01)
+
+
+def _parts(row: dict[str, Any]) -> list[Part]:
+    known = {field.name for field in fields(PassSpec)}
+    return [
+        Part(
+            PassSpec(**{name: value for name, value in part["wanted"].items() if name in known}),
+            part["n_micro"],
+            part["passes"],
+            part["optimizer"],
+        )
+        for part in row["parts"]
+    ]

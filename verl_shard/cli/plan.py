@@ -92,8 +92,10 @@ def plan(
     )
     with faults.gathering():
         workload = Workload(**fields)
+    host = None
     with faults.gathering():
         host = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
+    with faults.gathering():
         inventory = _inventory(gpus, gpu, gpu_memory, nodes, host)
     faults.check()
     made = build_plan(

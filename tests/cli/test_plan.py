@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from shapes import small_qwen2
+
+from verl_shard.cli.main import run
+from verl_shard.planning.plan import Plan
+
+FEW = ["--train-batch-size", "8", "--prompt-length", "16", "--response-length", "16"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    small_qwen2(architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_plan_is_printed_saved_and_drawn(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, drawn = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    given = ["plan", "--actor", model, "--gpus", "2", "--gpu", "a100-80g", *FEW]
+    assert run([*given, "--save", str(saved), "--picture", str(drawn)]) == 0
+    shown = capsys.readouterr().out
+    assert "It fits" in shown
+    assert "update_critic" in shown
+    assert Plan.load(saved).fits
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_and_settings_that_are_kept(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--actor", model, "--gpus", "1", "--gpu-memory", "40GiB", "--algorithm", "grpo", *FEW, "--json"]
+    assert run([*given, "--set", "actor.micro_batch_size=2", "--set", "actor.gradient_checkpointing=true"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["schema"] == "verl_shard/plan/1"
+    assert made["roles"]["actor"]["settings"]["micro_batch_size"] == 2
+    assert made["roles"]["actor"]["settings"]["gradient_checkpointing"] is True
+    assert "micro_batch_size" not in made["roles"]["actor"]["chosen"]
+
+
+def test_all_faults_at_once_and_exit_code_2(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--actor", model, "--gpus", "4", "--gpu", "a1000", "--algorithm", "pppo", "--n", "0"]
+    assert run([*given, "--set", "actor.precison=bf16", "--set", "x", "--host-memory", "much"]) == 2
+    shown = capsys.readouterr().err
+    for said in ("a1000", "algorithm", "n = 0", 'Did you mean "precision"?', "role.field=value", "--host-memory"):
+        assert said in shown
+    assert shown.count("error:") == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([], "the model that is trained is not named"),
+        (["--gpu", "h200"], "which GPUs, but not how many"),
+        (["--gpus", "2"], "2 GPUs, but not which"),
+        (["--gpus", "2", "--gpu", "h200", "--set", "critic.offload=stream"], "the critic is trained"),
+    ],
+)
+def test_what_cannot_be_meant(model: str, given: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *(["--actor", model] if given else []), *given]) == 2
+    assert why in " ".join(capsys.readouterr().err.split())
