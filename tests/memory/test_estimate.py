@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from shapes import small_qwen2
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_shard import MemoryEstimate, build_device_map, estimate_memory
 from verl_shard.bench.memory import _estimate
@@ -225,3 +225,24 @@ def test_a_loss_that_is_asked_for_counts_in_scoring_too() -> None:
     config = _small(vocab_size=50_000)
     plain, own, ppo = (estimate_memory(config, loss=loss, **fields).peak for loss in (None, "causal-lm", "ppo"))
     assert plain < ppo < own
+
+
+def test_a_fused_head_never_holds_the_logits() -> None:
+    """tokens x vocabulary in bf16, which the plain loss holds several times, is more than all of the fused pass."""
+    config = small_qwen2(vocab_size=32000, max_position_embeddings=4096)
+    given: dict[str, Any] = {"phase": "forward", "batch_size": 8, "seq_len": 2048, "task": "causal-lm"}
+    logits = 8 * 2048 * 32000 * 2
+    fused, plain = (estimate_memory(config, loss=kind, **given) for kind in ("verl-fused", "verl-ppo"))
+    assert fused.peak < logits < plain.peak / 2
+    with pytest.raises(ConfigError, match="lm_head"):
+        estimate_memory(config, phase="forward", batch_size=1, seq_len=8, task="reward", loss="verl-fused")
+
+
+def test_several_micro_batches_hold_the_gradients_of_the_first() -> None:
+    """The backward of a second micro-batch has all gradients beside it; scoring of shapes as the first does not."""
+    given: dict[str, Any] = {"batch_size": 8, "seq_len": 128, "task": "causal-lm", "precision": "fp32"}
+    once, again = (estimate_memory(small_qwen2(), accumulating=on, **given) for on in (False, True))
+    n_bytes = 4 * AutoModelForCausalLM.from_config(small_qwen2()).num_parameters()
+    assert once.forward_peak + 0.98 * n_bytes < again.forward_peak <= once.forward_peak + n_bytes * 1.02
+    assert again.optimizer_peak == once.optimizer_peak
+    assert again.backward_peak > once.backward_peak

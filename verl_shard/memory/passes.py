@@ -14,7 +14,7 @@ from verl_shard.common.errors import ConfigError, Finding
 Phase = Literal["train", "forward", "generate"]
 Precision = Literal["bf16-mixed", "bf16", "fp32"]
 Optimizer = Literal["adamw", "adamw-fused", "sgd"]
-Loss = Literal["causal-lm", "ppo", "verl-ppo", "value"]
+Loss = Literal["causal-lm", "ppo", "verl-ppo", "verl-fused", "value"]
 
 ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
 
@@ -36,7 +36,8 @@ class PassSpec:
     new_tokens: for "generate", the tokens that follow the seq_len of the prompt.
     loss: "causal-lm" is transformers' own (logits in fp32); "value" is a clipped value loss; "ppo" takes the
         log-probability of each token and a clipped ratio; "verl-ppo" takes them as verl's engine does, from a copy of
-        the logits, when scoring with their entropy; by default by what the model computes.
+        the logits, when scoring with their entropy, "verl-fused" as with use_fused_kernels, which makes logits for 512
+        tokens at a time; by default by what the model computes.
     accumulating: an optimizer step of several micro-batches: gradients of the first are there while the next runs.
     padded: sequences of different lengths in one batch: attention has a mask, which fused kernels take as a bias.
     packed: the batch_size sequences of seq_len tokens are one row of batch_size x seq_len, with positions that begin

@@ -18,6 +18,7 @@ from verl_shard.memory.losses import other_loss, ppo_loss, token_loss, value_los
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.stand_ins import as_on_gpu
+from verl_shard.memory.stock.outputs import FUSED_CHUNK, FusedHead
 from verl_shard.models.spec import ModelSpec
 
 
@@ -97,9 +98,12 @@ def score(running: Running) -> Ran:
     mixed = wanted.used_precision == "bf16-mixed"
     with _as_on_gpu(running), recorder, torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
-            output = _call(running, given)
-            if wanted.loss is not None:
-                _loss_of(wanted.loss, output, given["input_ids"])
+            if wanted.loss == "verl-fused":
+                output = _fused(running, given)
+            else:
+                output = _call(running, given)
+                if wanted.loss is not None:
+                    _loss_of(wanted.loss, output, given["input_ids"])
         del output
     return ran
 
@@ -211,11 +215,29 @@ def _loss(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Te
     """The loss, and what the model returned."""
     wanted = running.wanted
     kind = wanted.loss or {"causal-lm": "causal-lm", "value": "value"}.get(running.spec.task)
+    if kind == "verl-fused":
+        made = _fused(running, given)
+        return torch.exp(made[0] - made[0].detach()).mean(), made
     own = kind == "causal-lm" and wanted.logits_to_keep is None and hasattr(running.module, "config")
     result = _call(running, {**given, "labels": given["input_ids"]} if own else given)
     if own and getattr(result, "loss", None) is not None:
         return result.loss, result
     return _loss_of(kind, result, given["input_ids"]), result
+
+
+def _fused(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of verl's fused head, from the last hidden states (FusedLinearForPPO)."""
+    module: Any = getattr(running.module, "get_base_model", lambda: running.module)()
+    head = getattr(module, "lm_head", None)
+    if head is None or not hasattr(module, "base_model_prefix") or running.spec.task != "causal-lm":
+        why = "a fused head is that of a causal language model with an lm_head"
+        raise config_error("no-fused-head", "loss", "verl-fused", why, 'Use loss="verl-ppo"')
+    hidden = getattr(module, module.base_model_prefix)(**given)[0]
+    tokens = hidden.shape[0] * hidden.shape[1]
+    # One chunk stands for all in memory; the arithmetic of the others is counted, once more in the backward.
+    rest = 2 * max(tokens - FUSED_CHUNK, 0) * head.weight.numel()
+    running.recorder.add_product(rest)
+    return FusedHead.apply(hidden, head.weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _loss_of(kind: str | None, result: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -45,10 +45,11 @@ def pass_of(phase: str, own: RoleConfig, workload: Workload) -> PassSpec:
         new = workload.response_length
         return PassSpec(phase="generate", seq_len=workload.prompt_length, new_tokens=new, trainable=True, **common)
     common["seq_len"] = workload.sequence_length
+    taken = "verl-fused" if own.logits == "fused" else "verl-ppo"
     loss = {
-        "old_log_prob": "verl-ppo",
-        "ref_log_prob": "verl-ppo",
-        "update_actor": "verl-ppo",
+        "old_log_prob": taken,
+        "ref_log_prob": taken,
+        "update_actor": taken,
         "update_critic": "value",
     }.get(phase)
     if phase.startswith("update"):

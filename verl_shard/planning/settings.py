@@ -164,6 +164,9 @@ def _of_another_backend(role: str, own: RoleConfig, backend: Backend) -> list[Fi
         else:
             why, fix = f"that is the device_map backend's, and this is {backend}", "Leave it out"
         faults.append(_fault("other-backend", f"{role}.{name}", value, why, fix))
+    if ours and own.logits == "chunked":
+        why, fix = "the device_map engine always takes log-probabilities and entropies in chunks", "Use full or fused"
+        faults.append(_fault("other-backend", f"{role}.logits", own.logits, why, fix))
     if backend == "fsdp" and own.offload_policy:
         faults.append(
             _fault("fsdp2-only", f"{role}.offload_policy", True, "FSDP1 does not have it", 'Use backend="fsdp2"')

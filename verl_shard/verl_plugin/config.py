@@ -92,6 +92,51 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
         return faults
 
 
+def not_as_planned(settings: Mapping[str, Any], role: str, engine: Any, model: Any, optimizer: Any) -> list[Finding]:
+    """Findings where a plan's `settings` of a role are not what the run was configured with: its memory would differ.
+
+    engine, model, optimizer: verl's configurations of the role.
+    """
+    trained = not engine.forward_only
+    fused = bool((getattr(optimizer, "override_optimizer_config", None) or {}).get("fused"))
+    micro = engine.micro_batch_size_per_gpu if trained else engine.infer_micro_batch_size_per_gpu
+    part = "critic" if role == "critic" else f"actor_rollout_ref.{role}"
+    about = "critic.model" if role == "critic" else "actor_rollout_ref.model"
+    size_key = f"{part}.ppo_micro_batch_size_per_gpu" if trained else f"{part}.log_prob_micro_batch_size_per_gpu"
+    run: dict[str, tuple[Any, Any, str]] = {
+        "micro_batch_size": (settings.get("micro_batch_size"), micro, f"{size_key}={settings.get('micro_batch_size')}"),
+        "logits": (
+            settings.get("logits") == "fused", bool(model.use_fused_kernels),
+            f"{about}.use_fused_kernels={str(settings.get('logits') == 'fused').lower()}",
+        ),
+    }  # fmt: skip
+    if trained:
+        wanted = bool(settings.get("gradient_checkpointing"))
+        run["gradient_checkpointing"] = (
+            wanted, bool(model.enable_gradient_checkpointing),
+            f"{about}.enable_gradient_checkpointing={str(wanted).lower()}",
+        )  # fmt: skip
+        run["lora_rank"] = (
+            settings.get("lora_rank") or 0, model.lora_rank or 0, f"{about}.lora_rank={settings.get('lora_rank')}"
+        )  # fmt: skip
+        run["optimizer"] = (
+            settings.get("optimizer") == "adamw-fused", fused,
+            f"+{part}.optim.override_optimizer_config.fused={str(settings.get('optimizer') == 'adamw-fused').lower()}",
+        )  # fmt: skip
+    found = []
+    for name, (planned, there, fix) in run.items():
+        if name in settings and planned != there and there is not None:
+            why = f"the plan has {settings[name]}, and the run is configured otherwise"
+            found.append(
+                Finding("error", "not-as-planned", f"{role}.{name}", str(there), why, f"Set {fix}, or plan again")
+            )
+    if settings.get("offload") not in (None, "none"):
+        why = "the engine does not keep weights in host memory yet"
+        fix = f"Plan with {role}.offload=none"
+        found.append(Finding("error", "not-as-planned", f"{role}.offload", str(settings["offload"]), why, fix))
+    return found
+
+
 def untrainable(device_map: Mapping[str, Any], where: str) -> list[Finding]:
     """Findings for modules of a trainable role that accelerate would offload.
 
