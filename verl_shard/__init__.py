@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from verl_shard.mapping.device_map import DeviceMap as DeviceMap
     from verl_shard.memory.estimate import MemoryEstimate as MemoryEstimate
     from verl_shard.memory.estimate import estimate_memory as estimate_memory
+    from verl_shard.planning.build import build_plan as build_plan
+    from verl_shard.planning.plan import Plan as Plan
     from verl_shard.runtime.load import load_sharded as load_sharded
+    from verl_shard.training.ppo_trainer import PPOTrainer as PPOTrainer
 
 _HOME = {
     "build_device_map": "verl_shard.mapping.build",
@@ -30,7 +33,10 @@ _HOME = {
     "DeviceMap": "verl_shard.mapping.device_map",
     "estimate_memory": "verl_shard.memory.estimate",
     "MemoryEstimate": "verl_shard.memory.estimate",
+    "build_plan": "verl_shard.planning.build",
+    "Plan": "verl_shard.planning.plan",
     "load_sharded": "verl_shard.runtime.load",
+    "PPOTrainer": "verl_shard.training.ppo_trainer",
     "Finding": "verl_shard.common.errors",
     "ShardError": "verl_shard.common.errors",
     "ConfigError": "verl_shard.common.errors",
@@ -45,7 +51,10 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'verl_shard' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    from verl_shard.common.collection import no_collection
+
+    with no_collection():
+        return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -79,7 +79,7 @@ def test_compared_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (measured,) = compare_memory(_record(tmp_path / "in.json", row), result=result)
     assert measured.measured_peak == row["measured_peak"]
     assert measured.peak == pytest.approx(row["measured_peak"], rel=0.01)
-    assert measured.others["accelerate estimate-memory"] == row["accelerate"]
+    assert measured.others["accelerate estimate-memory"] == row["others"]["accelerate estimate-memory"]
     said = capsys.readouterr()
     assert "accelerate estimate-memory: peak" in said.out
     for estimator in estimators.to_ask(slow=False)[1]:

@@ -338,6 +338,21 @@ def test_the_plan_says_where_and_how(folder: Path, tmp_path: Path) -> None:
         _engine(folder, role="actor", plan=str(plan))
 
 
+def test_a_run_that_is_not_as_planned_is_refused_with_what_to_set(folder: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    settings = {"gradient_checkpointing": True, "optimizer": "adamw-fused", "lora_rank": 8, "logits": "full"}
+    write_plan(plan, {"actor": {"device_map": "balanced", "settings": settings}})
+    with pytest.raises(ConfigError) as caught:
+        _engine(folder, role="actor", plan=str(plan))
+    found = {finding.where: finding.fix for finding in caught.value.findings}
+    assert set(found) == {"actor.gradient_checkpointing", "actor.optimizer", "actor.lora_rank"}
+    assert "actor_rollout_ref.model.enable_gradient_checkpointing=true" in found["actor.gradient_checkpointing"]
+    assert "override_optimizer_config.fused=true" in found["actor.optimizer"]
+    write_plan(plan, {"ref": {"device_map": "balanced", "settings": {"offload": "stream"}}})
+    with pytest.raises(ConfigError, match="does not keep weights in host memory yet"):
+        _engine(folder, role="ref", forward_only=True, plan=str(plan))
+
+
 def test_a_plan_that_offloads_a_trainable_role_is_refused(folder: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     offloaded = {"model.embed_tokens": 0, "model.layers": "cpu", "model.norm": 0, "lm_head": 0}
@@ -378,11 +393,40 @@ def test_the_precision_that_is_meant(given: str | None, forward_only: bool, devi
     assert resolve_precision(given, forward_only=forward_only, device=device) == meant
 
 
-def test_several_processes_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_process_writes_for_all_and_all_read_the_same(folder: Path, tmp_path: Path) -> None:
     engine = _engine(folder)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    with pytest.raises(ConfigError, match=r"^trainer\.n_gpus_per_node = 2: 2 processes would each train"):
-        engine.initialize()
+    with engine.train_mode():
+        engine.train_batch(_batch(), _loss)
+    trained = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    manager = engine.checkpoint_manager
+    manager.rank, manager.world_size = 1, 2
+    engine.save_checkpoint(str(tmp_path / "second"))
+    assert list((tmp_path / "second").rglob("*.pt")) == []
+    manager.rank = 0
+    engine.save_checkpoint(str(tmp_path / "first"))
+    assert {path.name for path in (tmp_path / "first").glob("*.pt")} == {
+        f"{kind}_world_size_1_rank_0.pt" for kind in ("model", "optim", "extra_state")
+    }
+    with engine.train_mode():
+        engine.train_batch(_batch(), _loss)
+    manager.rank = 1
+    engine.load_checkpoint(str(tmp_path / "first"), del_local_after_load=False)
+    assert all(torch.equal(trained[name], value) for name, value in engine.module.state_dict().items())
+    assert (manager.rank, manager.world_size) == (1, 2), "it is as it was"
+
+
+def test_a_plan_may_name_another_reference(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    other = tmp_path / "other"
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(other)
+    entry = {"device_map": {"": "cpu"}, "precision": "fp32", "model": str(other), "attn_implementation": "eager"}
+    write_plan(tmp_path / "plan.yaml", {"ref": entry})
+    engine = _engine(folder, role="ref", forward_only=True, plan=str(tmp_path / "plan.yaml"))
+    assert engine.module.config._attn_implementation == "eager"
+    for ours, theirs in zip(_infer(engine), _plain_log_probs(model.eval()), strict=True):
+        _close(ours, theirs)
 
 
 def test_each_pass_is_in_the_memory_record(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from verl_shard._version import __version__
-from verl_shard.cli import bench, device_map, estimate, quickstart
+from verl_shard.cli import accelerate_config, bench, device_map, estimate, plan, quickstart
 from verl_shard.common.errors import ConfigError, ShardError
 from verl_shard.common.notices import ShardNotice
 from verl_shard.common.tables import err
@@ -31,6 +31,8 @@ app = typer.Typer(
 quickstart.add_to(app)
 device_map.add_to(app)
 estimate.add_to(app)
+plan.add_to(app)
+accelerate_config.add_to(app)
 bench.add_to(app)
 
 INTERRUPTED = 130

@@ -1,14 +1,15 @@
-"""verl's `device_map` engine: one transformers model over the GPUs of one process.
+"""verl's `device_map` engine: one transformers model over the GPUs of one process, data-parallel over processes.
 
-It takes micro-batching, losses, LoRA, schedules and checkpoints from verl's FSDP engine, and differs in four things: the model is
+It takes micro-batching, losses, LoRA, schedules and checkpoints from verl's FSDP engine, and differs in five things: the model is
 loaded by `load_sharded` and never wrapped; it is never moved; labels travel to the GPU where the logits are, instead of
-the logits to the labels; and the module is there for the `hf` rollout to generate on.
+the logits to the labels; the module is there for the `hf` rollout to generate on; and processes, each with a whole model
+over GPUs of its own, average their gradients in buckets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,14 +20,15 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.engine.utils import detach_tree
 
-from verl_shard.common.errors import ConfigError, config_error
+from verl_shard.common.errors import ConfigError
 from verl_shard.common.seeds import derive_seed
 from verl_shard.planning.plan_file import read_role
 from verl_shard.runtime.dispatch import input_device, keep_outputs_in_place
 from verl_shard.runtime.load import load_sharded
 from verl_shard.runtime.memory_record import record_memory
 from verl_shard.verl_plugin import hooks
-from verl_shard.verl_plugin.config import untrainable
+from verl_shard.verl_plugin.config import not_as_planned, untrainable
+from verl_shard.verl_plugin.gradients import GradientAverager, same_parameters
 
 ENGINES: dict[str, DeviceMapEngine] = {}
 """The engines of this process by role; the rollout generates on the actor's."""
@@ -48,9 +50,13 @@ def resolve_precision(precision: str | None, *, forward_only: bool, device: str)
 
 
 def _on_host_without_its_gpu(storage: Any, location: str) -> Any:
-    """Where torch.load puts what was saved on a GPU that this process does not have: a run may go on with fewer GPUs."""
+    """Where torch.load puts what was saved on a GPU that this process does not have: a run may go on with fewer GPUs.
+
+    Beside other processes that is every GPU: those of the process that saved are not this one's.
+    """
     gpu = location.removeprefix("cuda:")
-    away = location.startswith("cuda:") and gpu.isdecimal() and int(gpu) >= torch.cuda.device_count()
+    shared = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    away = location.startswith("cuda:") and gpu.isdecimal() and (shared or int(gpu) >= torch.cuda.device_count())
     return storage if away else None
 
 
@@ -63,22 +69,23 @@ class DeviceMapEngine(FSDPEngine):
 
     step = 0
     """The global step being worked on, told by the rollout's weight update; for the memory record."""
+    _averager: GradientAverager | None = None
 
     def initialize(self) -> None:
         """Builds model, optimizer and schedule, and makes the module known to this process's rollout."""
-        if (world := torch.distributed.get_world_size()) != 1:
-            raise config_error(
-                "one-process", "trainer.n_gpus_per_node", world,
-                f"{world} processes would each train their own copy: this engine does not average gradients over processes",
-                "Set trainer.n_gpus_per_node=1 trainer.nnodes=1: the one process uses all GPUs it sees",
-            )  # fmt: skip
-        hooks.log_probs_in_chunks()
+        hooks.losses_in_chunks(self)
         super().initialize()
+        if self.get_data_parallel_size() > 1 and not self.engine_config.forward_only:
+            same_parameters(self.module, self.get_data_parallel_group())
+            self._averager = GradientAverager(self.module, self.get_data_parallel_group())
         ENGINES[self.engine_config.role] = self
 
     def _build_module(self) -> torch.nn.Module:
         engine, model = self.engine_config, self.model_config
         planned = read_role(engine.plan, engine.role) if engine.plan else {}
+        settings = planned.get("settings") or {}
+        if faults := not_as_planned(settings, engine.role, engine, model, self.optimizer_config):
+            raise ConfigError(faults)
         device_map = convert_to_regular_types(planned.get("device_map", engine.device_map))
         if device_map == "auto":
             device_map = "balanced"
@@ -90,6 +97,8 @@ class DeviceMapEngine(FSDPEngine):
         )
         weights_dtype, self._autocast_dtype = _DTYPES[precision]
         value_model = model.model_type == "value_model"
+        # verl has one model entry for actor and reference; a plan may name another reference.
+        path, config = planned.get("model", model.local_path), None if "model" in planned else model.hf_config
         if value_model:
             # As verl sets them: one value per token, and a deterministic head.
             model.hf_config.num_labels = 1
@@ -99,15 +108,15 @@ class DeviceMapEngine(FSDPEngine):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(engine.seed, engine.role, "new weights"))
             module: torch.nn.Module = load_sharded(
-                model.local_path,
+                path,
                 "cpu" if get_device_name() == "cpu" else device_map,
                 task="value" if value_model else "causal-lm",
                 dtype=weights_dtype,
-                attn_implementation=hooks.attention_of(model.hf_config),
+                attn_implementation=planned.get("attn_implementation") or hooks.attention_of(model.hf_config),
                 gradient_checkpointing=model.enable_gradient_checkpointing and not engine.forward_only,
                 max_memory=convert_to_regular_types(engine.max_memory),
                 strict=engine.strict,
-                config=model.hf_config,
+                config=config,
                 trust_remote_code=model.trust_remote_code,
                 autocast_dtype=self._autocast_dtype,
             )
@@ -115,6 +124,19 @@ class DeviceMapEngine(FSDPEngine):
             hooks.patch_fused_kernels(module, model)
         keep_outputs_in_place(module)
         return module
+
+    @contextmanager
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: with the last one gradients are averaged over processes.
+
+        verl's losses are sums over this process's samples, divided by the counts of all processes and multiplied by their
+        number: their average is the gradient of the whole mini-batch.
+        """
+        if self._averager is None or not is_last_micro_batch:
+            yield
+            return
+        with self._averager.averaging():
+            yield
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         self.scaler = None
@@ -182,18 +204,37 @@ class DeviceMapEngine(FSDPEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Writes verl's checkpoint layout; the model stays where it is."""
-        self.checkpoint_manager.save_checkpoint(
-            local_path=local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=max_ckpt_to_keep
-        )
+        """Writes verl's checkpoint layout, as of one process whatever their number; the model stays where it is."""
+        with self._as_one_process():
+            self.checkpoint_manager.save_checkpoint(
+                local_path=local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=max_ckpt_to_keep
+            )
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
-        """Restores weights, optimizer, schedule and random state; every key must match."""
-        self.checkpoint_manager.load_checkpoint(
-            local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
-        )
+        """Restores weights, optimizer, schedule and random state; every key must match. All processes read the same."""
+        with self._as_one_process():
+            self.checkpoint_manager.rank = 0
+            self.checkpoint_manager.load_checkpoint(
+                local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
+            )
+
+    @contextmanager
+    def _as_one_process(self) -> Iterator[None]:
+        """verl's manager names files by process and their number. All hold the same here, so the first alone writes.
+
+        The others go through it too, and write nothing: it has barriers.
+        """
+        manager = self.checkpoint_manager
+        before = (manager.rank, manager.world_size, manager.checkpoint_save_contents)
+        manager.world_size = 1
+        if manager.rank != 0:
+            manager.checkpoint_save_contents = []
+        try:
+            yield
+        finally:
+            manager.rank, manager.world_size, manager.checkpoint_save_contents = before
 
 
 @EngineRegistry.register(model_type="language_model", backend="device_map", device=["cpu", "cuda"])

@@ -1,0 +1,57 @@
+"""The rewards of a run whose trainer is on Ray, in verl's reward worker: read from the run's folder."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+from verl_shard.common.errors import RunError
+from verl_shard.common.notices import run_dir
+from verl_shard.training.rewards import Rewards
+
+FILE = "rewards.pkl"
+
+
+def hand_over(rewards: Rewards, folder: Path) -> None:
+    """Writes rewards where `compute_score` finds them. Functions of scripts and notebooks go by value."""
+    import sys
+
+    import cloudpickle  # type: ignore[import-untyped]
+
+    by_value = []
+    for part in rewards.parts:
+        module = sys.modules.get(getattr(part.source, "__module__", ""))
+        file = getattr(module, "__file__", None) or ""
+        if (
+            module is not None
+            and callable(part.source)
+            and "site-packages" not in file
+            and module.__name__ != "__main__"
+        ):
+            # A module beside the script cannot be imported by a worker, whose path is another.
+            cloudpickle.register_pickle_by_value(module)
+            by_value.append(module)
+    try:
+        (folder / FILE).write_bytes(cloudpickle.dumps(rewards))
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+@functools.cache
+def _rewards(folder: Path) -> Rewards:
+    found = pickle.loads((folder / FILE).read_bytes())
+    assert isinstance(found, Rewards)
+    return found
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kwargs: Any
+) -> Any:
+    """verl's custom reward function."""
+    folder = run_dir()
+    if folder is None:
+        raise RunError("this reward is for runs that PPOTrainer started: no run folder is named")
+    return _rewards(folder).compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)

@@ -1,0 +1,218 @@
+"""Which devices each role of a PPOTrainer is on, and in what precision; written as the plan that the engine reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
+from verl_shard.common.notices import notice
+from verl_shard.mapping.build import build_device_map
+from verl_shard.mapping.check import check_device_map
+from verl_shard.mapping.devices import DeviceId, choose_devices, device_label, parse_device
+from verl_shard.models.dtypes import dtype_name, parse_dtype
+from verl_shard.planning.plan_file import write_plan
+from verl_shard.training.article_keys import ROLES, read_section
+
+TRAINED = ("actor", "critic")
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_ACCELERATE = "ACCELERATE_MIXED_PRECISION"
+
+
+@dataclass(frozen=True)
+class RolePlace:
+    """devices: in the order of the model's blocks; device_map: only where one was given. precision: None for a reward model."""
+
+    devices: tuple[DeviceId, ...]
+    device_map: Mapping[str, Any] | None
+    dtype: torch.dtype | None
+    precision: str | None
+    attn_implementation: str
+
+
+@dataclass(frozen=True)
+class Places:
+    """All roles. cpu: everything is on the CPU; share: the GPUs of this process."""
+
+    cpu: bool
+    share: tuple[DeviceId, ...]
+    roles: Mapping[str, RolePlace]
+
+
+def read_places(model_config: Any, roles: tuple[str, ...], *, lora: bool) -> Places:
+    """From PPOTrainer's model_config. roles: those that the run has. Raises ConfigError with every fault.
+
+    Each process has its own GPUs under a launcher; what a role names must be among them. Roles may share GPUs.
+    """
+    given = getattr(model_config, "model_config", model_config) or {}  # a Plan has the dict
+    faults = Faults()
+    with faults.gathering():
+        if not isinstance(given, Mapping):
+            fix = 'Write {"actor": {"device": ...}, ...}'
+            raise config_error("not-a-dict", "model_config", type(given).__name__, "not a dict by role", fix)
+    faults.check()
+    values: dict[str, dict[str, Any]] = {}
+    for role, section in given.items():
+        where = f"model_config[{role!r}]"
+        with faults.gathering():
+            if role not in ROLES:
+                raise config_error("unknown-role", where, None, "no such role", f"Use some of {', '.join(ROLES)}")
+            values[role] = read_section("model_config", section, where)
+            if role not in (*roles, "rollout") and section:
+                why = f"this run has no {role} model"
+                raise config_error("no-effect", where, section, why, f"Leave it out, or give {role}_model")
+    faults.check()
+    cpu = _on_cpu(values, faults)
+    faults.check()
+    share: tuple[DeviceId, ...] = ("cpu",) if cpu else choose_devices(None, "process")
+    made: dict[str, RolePlace] = {}
+    for role in roles:
+        with faults.gathering():
+            made[role] = _place(role, values.get(role, {}), share, cpu=cpu)
+    faults.findings += _conflicts(values, lora=lora)
+    faults.check()
+    return Places(cpu, share, made)
+
+
+def _on_cpu(values: Mapping[str, Mapping[str, Any]], faults: Faults) -> bool:
+    """Whether the run is on the CPU: as the roles name it, else as accelerate or the machine has it."""
+    named = {role: [parse_device(d) for d in _named(section)] for role, section in values.items()}
+    named = {role: devices for role, devices in named.items() if devices}
+    on_cpu = [role for role, devices in named.items() if "cpu" in devices]
+    on_gpu = [role for role, devices in named.items() if any(isinstance(d, int) for d in devices)]
+    there = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    trained_on_cpu = [role for role in on_cpu if role != "reward"]
+    if trained_on_cpu and on_gpu:
+        why = f"{', '.join(trained_on_cpu)} would be on the CPU and {', '.join(on_gpu)} on GPUs, and verl works on one of both"
+        faults.findings.append(_fault("cpu-and-gpu", "model_config", "", why, "Put all on GPUs, or all on the CPU"))
+    if on_gpu and not there:
+        role = on_gpu[0]
+        why = "torch sees no GPU on this machine"
+        fix = 'Run where they are; to try the run here, write "cpu", or leave the devices out'
+        shown = ", ".join(device_label(d) for d in named[role])
+        faults.findings.append(_fault("no-gpu", f"model_config[{role!r}]", shown, why, fix))
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return not on_gpu and (bool(trained_on_cpu) or asked or not there)
+
+
+def _named(section: Mapping[str, Any]) -> list[Any]:
+    """The devices that a role names, in any of the ways."""
+    listed = [section["device"]] if "device" in section else list(section.get("devices", ()))
+    return listed + list(section.get("device_map", {}).values())
+
+
+def _place(role: str, section: Mapping[str, Any], share: tuple[DeviceId, ...], *, cpu: bool) -> RolePlace:
+    where = f"model_config[{role!r}]"
+    faults: list[Finding] = []
+    ways = [name for name in ("device", "devices", "device_map") if name in section]
+    if len(ways) > 1:
+        why = f"{' and '.join(ways)} both say where it is"
+        faults.append(_fault("device-conflict", where, "", why, f"Leave out {ways[0]}"))
+    devices = tuple(dict.fromkeys(parse_device(device) for device in _named(section))) or share
+    if other := [d for d in devices if isinstance(d, int) and d not in share]:
+        mine = ", ".join(map(str, share))
+        why = f"this process has GPU {mine}; {', '.join(map(str, other))} belongs to another process, or to none"
+        fix = 'Leave the devices out: each process takes its own; or name those of devices="process"'
+        faults.append(_fault("gpu-of-another-process", where, ", ".join(map(str, devices)), why, fix))
+    dtype = parse_dtype(section["dtype"]) if "dtype" in section else None
+    try:
+        precision = (
+            None if role == "reward" else _precision(role, dtype, section.get("precision"), cpu=cpu, where=where)
+        )
+    except ConfigError as error:
+        faults += error.findings
+        precision = None
+    if faults:
+        raise ConfigError(faults)
+    attention = section.get("attn_implementation", "sdpa")
+    return RolePlace(devices, section.get("device_map"), dtype, precision, attention)
+
+
+def _precision(role: str, dtype: torch.dtype | None, given: str | None, *, cpu: bool, where: str) -> str:
+    """As model_config says it, else as accelerate does, else the engine's default."""
+    if dtype is not None and dtype not in _PRECISIONS:
+        why = f"the {role} has no loss scaling, without which float16 over- and underflows"
+        raise config_error("float16", f"{where}['dtype']", dtype_name(dtype), why, "Use bfloat16 or float32")
+    if dtype is not None and given is not None and _PRECISIONS[dtype] != given:
+        why = f"dtype says {_PRECISIONS[dtype]}"
+        raise config_error("dtype-and-precision", f"{where}['precision']", given, why, "Leave out one of them")
+    if given is None and dtype is not None:
+        given = _PRECISIONS[dtype]
+        if given == "bf16" and role in TRAINED:
+            why = (
+                "bfloat16 weights lose small updates: at a learning rate of 1e-6 twenty AdamW steps changed 2 % of them"
+            )
+            notice("bf16-training", f"{where}['dtype']", "bfloat16", why, "it, as was asked, and not bf16-mixed")
+    if given is not None:
+        return given
+    mixed = os.environ.get(_ACCELERATE)
+    if mixed in ("fp16", "fp8"):
+        why = "this engine has no loss scaling" if mixed == "fp16" else "this engine has no fp8"
+        raise config_error("mixed-precision", "accelerate's mixed_precision", mixed, why, "Use bf16 or no")
+    if mixed == "no" or (cpu and mixed is None):
+        return "fp32"
+    return "bf16-mixed" if role in TRAINED else "bf16"
+
+
+def _conflicts(values: Mapping[str, Mapping[str, Any]], *, lora: bool) -> list[Finding]:
+    """Roles that name devices though another role decides them."""
+    why_of = {"rollout": "it generates on the actor's own module"}
+    if lora:
+        why_of["ref"] = "with lora_rank the reference is the actor without its adapters"
+    actor = [parse_device(d) for d in _named(values.get("actor", {}))]
+    found = []
+    for role, why in why_of.items():
+        mine = [parse_device(d) for d in _named(values.get(role, {}))]
+        if mine and mine != actor:
+            shown, theirs = (
+                ", ".join(map(device_label, mine)),
+                ", ".join(map(device_label, actor)) or "no device by name",
+            )
+            fix = "Leave out its devices"
+            found.append(_fault("device-conflict", f"model_config[{role!r}]", shown, f"{why}, which has {theirs}", fix))
+    return found
+
+
+def lay_out(places: Places, models: Mapping[str, str], path: Path, **pass_fields: Any) -> None:
+    """Writes the plan: on GPUs a role that trains is even in the peak of its training. pass_fields: of that training.
+
+    Raises ConfigError for a device_map with faults, and DoesNotFitError.
+    """
+    entries = {}
+    device_map: dict[str, Any]
+    loads: dict[Any, int]
+    for role, place in places.roles.items():
+        if role == "reward":
+            continue
+        task = "value" if role == "critic" else "causal-lm"
+        if place.device_map is not None:
+            found = check_device_map(models[role], place.device_map, trainable=role in TRAINED, task=task)
+            if faults := [finding for finding in found if finding.level == "error"]:
+                raise ConfigError(faults)
+            device_map, loads = dict(place.device_map), {}
+        elif places.cpu:
+            device_map, loads = {"": "cpu"}, {}
+        else:
+            training = {"purpose": "training", "loss": "value" if role == "critic" else "ppo", **pass_fields}
+            how = {"precision": place.precision, "attn_implementation": place.attn_implementation}
+            fields = training | how if role in TRAINED else {}
+            made = build_device_map(models[role], devices=place.devices, task=task, **fields)
+            device_map, loads = dict(made), dict(made.loads)
+        entries[role] = {
+            "device_map": device_map,
+            "precision": place.precision,
+            "attn_implementation": place.attn_implementation,
+            "loads": loads,
+            # The one model that verl's configuration has no place for.
+            **({"model": models["ref"]} if role == "ref" and models["ref"] != models["actor"] else {}),
+        }
+    write_plan(path, entries)
+
+
+def _fault(code: str, where: str, given: object, why: str, fix: str) -> Finding:
+    return Finding("error", code, where, str(given), why, fix)

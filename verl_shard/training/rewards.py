@@ -1,0 +1,201 @@
+"""Rewards as people bring them: a function, a model, or several of both with weights; one score a response."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_shard.common.errors import ConfigError, Finding, RunError, config_error
+
+Function = Callable[..., Any]
+
+TAKES = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt", "response", "messages")
+"""What a reward function may take, by name: verl's four, and the prompt's last message, the response (solution_str by
+another name) and the prompt's messages."""
+MESSAGES = "messages_json"
+"""The key of extra_info in which the prompt's messages stand."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward of a weighted sum. source: a function, "file.py:name" or "pkg://module:name", or a model's folder or id."""
+
+    name: str
+    source: Any
+    weight: float = 1.0
+    model: Mapping[str, Any] | None = None
+    """For a model: how to load it (device, dtype, attn_implementation)."""
+
+
+@dataclass
+class Rewards:
+    """All rewards of a run; can be pickled, and loads what it needs when it first scores."""
+
+    parts: tuple[Part, ...]
+    _ready: dict[str, Function] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parts": self.parts, "_ready": {}}
+
+    def compute_score(
+        self,
+        data_source: str,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> Any:
+        """With verl's arguments and its result: a score, or of several rewards {"score": weighted sum, name: score ...}.
+
+        Raises RunError for a score that is no finite number, with the reward's name and the response.
+        """
+        info = dict(extra_info or {})
+        messages = json.loads(info.get(MESSAGES) or "[]")
+        given = {
+            "data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth, "extra_info": info,
+            "prompt": str(messages[-1]["content"]) if messages else "", "response": solution_str, "messages": messages,
+        }  # fmt: skip
+        results = [self._result(part, given) for part in self.parts]
+        if len(results) == 1 and self.parts[0].weight == 1.0:
+            return results[0]
+        numbers = [result["score"] if isinstance(result, Mapping) else result for result in results]
+        total = sum(part.weight * number for part, number in zip(self.parts, numbers, strict=True))
+        return {"score": total, **{part.name: number for part, number in zip(self.parts, numbers, strict=True)}}
+
+    def _result(self, part: Part, given: Mapping[str, Any]) -> Any:
+        if part.name not in self._ready:
+            self._ready[part.name] = _load(part)
+        function = self._ready[part.name]
+        result = function(**_arguments(function, given))
+        score: Any = result.get("score") if isinstance(result, Mapping) else result
+        try:
+            number = float(score)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            shown = given["solution_str"] if len(given["solution_str"]) < 200 else given["solution_str"][:200] + "..."
+            raise RunError(
+                f"the reward {part.name} gave {score!r}, which is no finite number, for the response {shown!r}"
+            )
+        return {**result, "score": number} if isinstance(result, Mapping) else number
+
+
+def read_rewards(given: Any, model_settings: Mapping[str, Any]) -> Rewards:
+    """From what was given as reward_model: one reward, or a list of rewards and (reward, weight) pairs.
+
+    model_settings: how a reward model is loaded. Raises ConfigError for every fault of a signature, a name or a weight.
+    """
+    faults: list[Finding] = []
+    parts: list[Part] = []
+    for index, item in enumerate(given if isinstance(given, list) else [given]):
+        where = f"reward_model[{index}]" if isinstance(given, list) else "reward_model"
+        source, weight = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            faults.append(_fault("reward-weight", where, weight, "not a weight", "Give (reward, number)"))
+            continue
+        try:
+            parts.append(_part(source, float(weight), model_settings, where))
+        except ConfigError as error:
+            faults += error.findings
+    names = [part.name for part in parts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        why = f"{', '.join(twice)} is there more than once, and rewards are told apart by name"
+        faults.append(_fault("reward-twice", "reward_model", names, why, "Give functions of different names"))
+    if not parts and not faults:
+        faults.append(_fault("no-reward", "reward_model", given, "the list is empty", "Give a reward"))
+    if faults:
+        raise ConfigError(faults)
+    return Rewards(tuple(parts))
+
+
+def is_function(source: Any) -> bool:
+    """Whether a reward is a function or the name of one, and not a model."""
+    named = isinstance(source, str) and (source.startswith("pkg://") or ".py:" in source)
+    return named or (callable(source) and not hasattr(source, "state_dict"))
+
+
+def _part(source: Any, weight: float, model_settings: Mapping[str, Any], where: str) -> Part:
+    if not is_function(source):
+        if not isinstance(source, str | Path):
+            why = "neither a function nor a model's folder or id"
+            raise config_error("not-a-reward", where, type(source).__name__, why, "Give one of these")
+        return Part(Path(str(source)).name, str(source), weight, dict(model_settings))
+    function = _named(source, where) if isinstance(source, str) else source
+    check_signature(function, where)
+    name = getattr(function, "__name__", type(function).__name__)
+    if isinstance(source, str) and not source.startswith("pkg://"):
+        path, _, attribute = source.rpartition(":")
+        source = f"{Path(path).expanduser().resolve()}:{attribute}"
+    return Part(name, source, weight)
+
+
+def check_signature(function: Function, where: str) -> None:
+    """Raises ConfigError unless the function can be called with some of TAKES, by name, and returns its score at once."""
+    shown = getattr(function, "__name__", repr(function))
+    fix = f"Take some of {', '.join(TAKES)}, by name"
+    if inspect.iscoroutinefunction(function):
+        raise config_error("async-reward", where, shown, "it is a coroutine function", "Give an ordinary function")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise config_error("reward-signature", where, shown, f"its signature cannot be read ({error})", fix) from error
+    kinds = inspect.Parameter
+    odd = [
+        p.name for p in parameters
+        if (p.kind is kinds.POSITIONAL_ONLY)
+        or (p.name not in TAKES and p.default is kinds.empty and p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL))
+    ]  # fmt: skip
+    if odd:
+        raise config_error(
+            "reward-signature", where, shown, f"it takes {', '.join(odd)}, which no reward is given", fix
+        )
+    if not any(p.name in TAKES or p.kind is kinds.VAR_KEYWORD for p in parameters):
+        raise config_error("reward-signature", where, shown, "it takes nothing of the response", fix)
+
+
+def _arguments(function: Function, given: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _named(source: str, where: str) -> Function:
+    """The function behind "file.py:name" or "pkg://module:name"."""
+    path, _, name = source.rpartition(":")
+    try:
+        if path.startswith("pkg://"):
+            module = importlib.import_module(path.removeprefix("pkg://"))
+        else:
+            file = Path(path).expanduser()
+            spec = importlib.util.spec_from_file_location(f"verl_shard_reward_{file.stem}", file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+    except (ImportError, OSError, SyntaxError) as error:
+        why = f"it cannot be imported ({error})"
+        raise config_error("no-reward-function", where, source, why, 'Write "file.py:name"') from error
+    function: Any = getattr(module, name, None)
+    if not callable(function):
+        raise config_error("no-reward-function", where, source, f"it has no function {name}", 'Write "file.py:name"')
+    found: Function = function
+    return found
+
+
+def _load(part: Part) -> Function:
+    if part.model is not None:
+        from verl_shard.training.reward_model import RewardModel
+
+        return RewardModel(str(part.source), **part.model).score
+    return _named(part.source, "reward_model") if isinstance(part.source, str) else part.source
+
+
+def _fault(code: str, where: str, given: object, why: str, fix: str) -> Finding:
+    return Finding("error", code, where, str(given), why, fix)
