@@ -1,8 +1,9 @@
 """Which roles share GPUs, and how many GPUs each set of roles gets: the placement with the fastest step that fits.
 
-The search is what HybridFlow describes in its section 6 (Sheng et al., EuroSys 2025, arXiv 2409.19256) and verl does not ship. Roles are shared out into sets that have GPUs of their own. In each stage of a
-step the sets work side by side, and the roles of one set, which share all of its GPUs, one after the other; a stage
-begins when the one before is done everywhere::
+The search is what HybridFlow describes in its section 6 (Sheng et al., EuroSys 2025, arXiv 2409.19256) and verl does
+not ship. Roles are shared out into sets that have GPUs of their own. In each stage of a step the sets work side by side,
+and the roles of one set, which share all of its GPUs, one after the other; a stage begins when the one before is done
+everywhere::
 
     step = sum over stages of  max over sets of  sum over roles of the set of  seconds(role, stage, GPUs of the set)
 
