@@ -19,7 +19,7 @@ from verl_shard.planning.build import build_plan
 from verl_shard.planning.plan import Plan
 from verl_shard.planning.plan_file import read_role
 
-WORK: dict[str, Any] = {"train_batch_size": 16, "prompt_length": 48, "response_length": 80}
+WORK: dict[str, Any] = {"train_batch_size": 4, "prompt_length": 48, "response_length": 464}
 MIB = 2**20
 
 
@@ -52,7 +52,13 @@ def test_a_phase_on_one_gpu_is_the_estimate_beside_what_other_roles_keep() -> No
     alone = plan(workload={"algorithm": "grpo", "kl": "none"})
     (row,) = [row for row in alone.phases if row.phase == "update_actor"]
     estimate = estimate_memory(
-        small_qwen2(), phase="train", batch_size=16, seq_len=128, loss="verl-ppo", task="causal-lm", padded=True
+        small_qwen2(),
+        phase="train",
+        batch_size=4,
+        seq_len=512,
+        loss="verl-ppo",
+        task="causal-lm",
+        padded=True,
     )
     # cuBLASLt's workspace is counted from the start: it came with the first step.
     assert row.peaks[0] == pytest.approx(estimate.peak, abs=CUBLAS_LT.n_bytes)
@@ -73,7 +79,7 @@ def test_the_parts_of_a_phase_are_its_peak(roomy: Plan) -> None:
 def test_states_stay_while_an_actor_scores() -> None:
     alone = plan(workload={"algorithm": "grpo", "kl": "none"})
     (row,) = [row for row in alone.phases if row.phase == "old_log_prob"]
-    given = {"batch_size": 16, "seq_len": 128, "loss": "verl-ppo", "task": "causal-lm", "padded": True}
+    given = {"batch_size": 4, "seq_len": 512, "loss": "verl-ppo", "task": "causal-lm", "padded": True}
     forward = estimate_memory(small_qwen2(), phase="forward", precision="bf16-mixed", trainable=True, **given)
     states = estimate_memory(small_qwen2(), phase="train", **given).optimizer
     # Autograd's thread has kept its workspace since the first update.
@@ -121,27 +127,30 @@ def test_blanks_are_filled_so_that_it_fits_and_the_fullest_gpu_is_within_its_lim
 def test_what_was_set_is_kept_and_the_remedies_are_told() -> None:
     needed = max(plan().phases, key=lambda row: row.peaks[0]).peaks[0]
     fixed = {
-        "optimizer": "adamw", "gradient_checkpointing": False, "micro_batch_size": 16, "logits": "full", "lora_rank": 0,
+        "optimizer": "adamw", "gradient_checkpointing": False, "micro_batch_size": 4, "logits": "full", "lora_rank": 0,
     }  # fmt: skip
     critic = {name: value for name, value in fixed.items() if name != "logits"}
     made = plan(
         int(0.7 * needed / MIB),
         actor={"model": small_qwen2(), **fixed},
         critic=critic,
-        ref={"micro_batch_size": 16, "offload": "none", "logits": "full"},
-        rollout={"micro_batch_size": 16},
+        ref={"micro_batch_size": 4, "offload": "none", "logits": "full"},
+        rollout={"micro_batch_size": 4},
     )
     assert not made.fits
-    assert made.roles["actor"].settings["micro_batch_size"] == 16
+    assert made.roles["actor"].settings["micro_batch_size"] == 4
     assert made.remedies
     assert not any(row.taken for row in made.remedies)
     text = made.report()
     assert "It does not fit" in text
     assert "Cheapest way to make it fit" in text
     # What it says is true: with these settings it does fit.
-    roles: dict[str, dict[str, Any]] = {"actor": {"model": small_qwen2(), **fixed}, "critic": dict(critic)}
-    roles["ref"] = {"micro_batch_size": 16, "offload": "none", "logits": "full"}
-    roles["rollout"] = {"micro_batch_size": 16}
+    roles: dict[str, dict[str, Any]] = {
+        "actor": {"model": small_qwen2(), **fixed},
+        "critic": dict(critic),
+    }
+    roles["ref"] = {"micro_batch_size": 4, "offload": "none", "logits": "full"}
+    roles["rollout"] = {"micro_batch_size": 4}
     for row in made.remedies:
         for setting in row.setting.split(", "):
             name, value = setting.split("=")

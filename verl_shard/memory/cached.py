@@ -15,7 +15,7 @@ from verl_shard.memory.run_pass import record
 from verl_shard.memory.trace import Trace
 from verl_shard.models.spec import ModelSpec
 
-SIZE = 16
+SIZE = 32
 """Traces that are kept, the last used: 2 MB each for Qwen2-0.5B, 10 for a model of 80 blocks."""
 
 _lock = threading.Lock()

@@ -10,9 +10,9 @@ from torch import nn
 
 from verl_shard.config.roles import Role, RoleConfig
 from verl_shard.config.workload import Workload
+from verl_shard.memory.cached import cached_trace
 from verl_shard.memory.estimate import with_lora
 from verl_shard.memory.passes import PassSpec
-from verl_shard.memory.run_pass import record
 from verl_shard.memory.trace import Trace
 from verl_shard.models.read import read_model
 from verl_shard.models.spec import ModelSpec
@@ -98,7 +98,7 @@ class Models:
         key = (_key(own.model), own.task, wanted)
         if key not in self._traced:
             spec, module = self.adapted(own, wanted)
-            self._traced[key] = Trace.of(record(spec, module, wanted), wanted)
+            self._traced[key] = cached_trace(spec, module, wanted)
         return self._traced[key]
 
 
