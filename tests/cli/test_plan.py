@@ -56,6 +56,9 @@ def test_all_faults_at_once_and_exit_code_2(model: str, capsys: pytest.CaptureFi
         (["--gpu", "h200"], "which GPUs, but not how many"),
         (["--gpus", "2"], "2 GPUs, but not which"),
         (["--gpus", "2", "--gpu", "h200", "--set", "critic.offload=stream"], "the critic is trained"),
+        (["--gpus", "2", "--gpu", "h200", "--set", "actor.devices=[1"], "--set = actor.devices=[1: "),
+        (["--gpus", "2", "--gpu", "h200", "--set", "judge.model=x"], "roles.judge"),
+        (["--gpus", "2", "--gpu", "h200", "--backend", "fsdp3"], "'device_map', 'fsdp' or 'fsdp2'"),
     ],
 )
 def test_what_cannot_be_meant(model: str, given: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_shard.quickstart.data import DataFiles, write_data
+from verl_shard.config.data_files import DataFiles
+from verl_shard.quickstart.data import write_data
 from verl_shard.quickstart.model import make_model
 
 SEED = 3

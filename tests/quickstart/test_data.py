@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.checks import check_data
-from verl_shard.quickstart.data import DataFiles, entry_of, read_rows, write_data
+from verl_shard.quickstart.data import entry_of, read_rows, write_data
 from verl_shard.quickstart.tasks import SOURCE, TASKS
 
 

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.checks import check_model
-from verl_shard.quickstart.data import DataFiles, entry_of, read_rows
+from verl_shard.quickstart.data import entry_of, read_rows
 from verl_shard.quickstart.model import make_model
 from verl_shard.quickstart.tasks import task_of, worked_answer
 from verl_shard.quickstart.tokenizer import train_tokenizer

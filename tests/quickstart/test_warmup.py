@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.checks import check_model
-from verl_shard.quickstart.data import DataFiles, read_rows
+from verl_shard.quickstart.data import read_rows
 from verl_shard.quickstart.tasks import TASKS
 from verl_shard.quickstart.warmup import greedy_reward, warm_up
 

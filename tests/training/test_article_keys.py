@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from verl.trainer.ppo import core_algos
 
 from verl_shard.common.errors import ConfigError
+from verl_shard.config.data_files import DataFiles
 from verl_shard.training.article_keys import (
     ESTIMATORS,
     KEYS,
@@ -22,7 +23,6 @@ from verl_shard.training.article_keys import (
     as_markdown,
     read_section,
 )
-from verl_shard.training.data import DataFiles
 from verl_shard.training.settings import Settings
 
 DOCS = Path(__file__).parents[2] / "docs" / "local_ppo.md"

@@ -24,7 +24,7 @@ from verl_shard.common.notices import ShardNotice
 from verl_shard.planning.plan_file import write_plan
 from verl_shard.verl_plugin import search_path
 from verl_shard.verl_plugin.config import DeviceMapActorConfig, DeviceMapCriticConfig, DeviceMapEngineConfig
-from verl_shard.verl_plugin.overrides import RunSettings, _hydra_value, to_overrides
+from verl_shard.verl_plugin.overrides import RunSettings, hydra_value, to_overrides
 from verl_shard.verl_plugin.trainer_config import AGENT_LOOP_MANAGER, SAMPLER, prepare_trainer_config
 
 
@@ -176,7 +176,7 @@ TEXT = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"])
 @example("\\")
 @example("a\\'b\\\\")
 def test_any_text_goes_through_hydras_grammar(text: str) -> None:
-    (override,) = OverridesParser.create().parse_overrides([f"a.b={_hydra_value([Path('x'), text])}"])
+    (override,) = OverridesParser.create().parse_overrides([f"a.b={hydra_value([Path('x'), text])}"])
     found = override.value()
     assert [str(item) for item in found] == ["x", text]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verl_shard.cli import passes
+
+if TYPE_CHECKING:
+    from verl_shard.common.errors import Faults
 
 HELP = """Does a PPO or GRPO run fit, which role goes on which GPU, and if it does not fit, the cheapest way to make it.
 
@@ -77,8 +80,8 @@ def plan(
     from verl_shard.planning.settings import read_roles
 
     faults = Faults()
+    given = _roles({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, setting or [], faults)
     with faults.gathering():
-        given = _roles({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, setting or [])
         roles = read_roles(given, backend)  # type: ignore[arg-type]
     fields = passes.given(
         algorithm=algorithm,
@@ -129,30 +132,27 @@ def _inventory(gpus: int | None, gpu: str | None, memory: str | None, nodes: int
     return Inventory.declared(gpus, card=gpu, memory=memory, n_nodes=nodes, host_memory=host_memory)
 
 
-def _roles(models: dict[str, str | None], settings: list[str]) -> dict[str, Any]:
-    """Roles with models and `--set role.field=value`, its value read as YAML. Raises ConfigError with every fault."""
+def _roles(models: dict[str, str | None], settings: list[str], faults: Faults) -> dict[str, Any]:
+    """Roles with models and `--set role.field=value`, its value read as YAML. What is wrong is added to `faults`."""
     import yaml
 
-    from verl_shard.common.errors import Faults, Finding
-    from verl_shard.planning.settings import read_roles
+    from verl_shard.common.errors import Finding
 
     roles: dict[str, dict[str, Any]] = {role: {"model": model} for role, model in models.items() if model is not None}
-    wrong = Faults()
     for text in settings:
         name, equals, value = text.partition("=")
         role, dot, field = name.partition(".")
-        if not (equals and dot and field):
-            why, fix = "not role.field=value", "Write for example --set actor.gradient_checkpointing=true"
-            wrong.findings.append(Finding("error", "not-a-setting", "--set", text, why, fix))
-            continue
-        roles.setdefault(role, {})[field] = yaml.safe_load(value)
+        try:
+            if not (equals and dot and field):
+                raise ValueError("not role.field=value")
+            roles.setdefault(role, {})[field] = yaml.safe_load(value)
+        except (ValueError, yaml.YAMLError) as error:
+            why, fix = " ".join(str(error).split()), "Write for example --set actor.gradient_checkpointing=true"
+            faults.findings.append(Finding("error", "not-a-setting", "--set", text, why, fix))
     if models["actor"] is None:
         why, fix = "the model that is trained is not named", "Add --actor FOLDER_OR_ID"
-        wrong.findings.append(Finding("error", "no-model", "--actor", "", why, fix))
+        faults.findings.append(Finding("error", "no-model", "--actor", "", why, fix))
         roles.setdefault("actor", {})
-    with wrong.gathering():
-        read_roles(roles)
-    wrong.check()
     return roles
 
 

@@ -9,14 +9,16 @@ does not come out congruent is not unfolded, and the model is run whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from verl_shard.common.errors import ConfigError
 from verl_shard.memory.recording import Pieces, Recording
+from verl_shard.models.spec import ModelSpec
 
 _LONGEST_PERIOD = 8
 
@@ -133,6 +135,34 @@ def _signature(block: nn.Module, index: int) -> object:
 def _is_number(key: str, value: object, index: int) -> bool:
     """Whether an attribute is the layer's own number."""
     return ("layer" in key or "idx" in key or "index" in key) and value == index and not isinstance(value, bool)
+
+
+def record_short(
+    spec: ModelSpec,
+    prepare: Callable[[], nn.Module],
+    run: Callable[[Pieces, Sequence[str], nn.Module], Recording],
+    *,
+    fold: bool = True,
+) -> Recording:
+    """What `run` records of a model, whose long chain of equal blocks is run short where that gives the same.
+
+    prepare: makes a module to run, anew each time. run: is given the pieces, the names of the blocks that run, and it.
+    Raises ConfigError for what `run` raises of the whole model.
+    """
+    module, pieces = prepare(), Pieces.of(spec)
+    names = [block.names[0] for block in spec.blocks if block.kind == "block" and len(block.names) == 1]
+    n_before = next((i for i, block in enumerate(spec.blocks) if block.kind == "block"), 0)
+    found = find_fold(module, names, n_before) if fold else None
+    if found is None:
+        return run(pieces, names, module)
+    fold_module(module, names, found, n_before)
+    folded = fold_pieces(pieces, names, found, n_before)
+    kept = names[: len(names) - len(found.left_out)]
+    try:
+        recording = unfold(run(folded, kept, module), found)
+    except ConfigError:  # a model that counts its layers; run whole it says what is wrong, if anything is
+        recording = None
+    return run(pieces, names, prepare()) if recording is None else recording
 
 
 class _NotCongruentError(Exception):

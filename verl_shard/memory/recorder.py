@@ -11,16 +11,25 @@ from __future__ import annotations
 import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from verl_shard.memory.recording import NO_PRODUCT, PRODUCT, PRODUCT_WITH_BIAS, Pieces
+from verl_shard.memory.recording import (
+    ACTIVATIONS,
+    LOGITS,
+    NO_PRODUCT,
+    PRODUCT,
+    PRODUCT_WITH_BIAS,
+    Pieces,
+    Recording,
+)
 from verl_shard.memory.work import ATTENTION, BACKWARD, BF16, FORWARD, RECOMPUTE, WorkCounter
 
 ROUND = 512
@@ -62,6 +71,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._slot = 0
         self._by_operand = False
         self._step = 0
+
+    # What it saw
+
+    def kinds(self) -> np.ndarray:
+        """By storage LOGITS for what the head made, else ACTIVATIONS; whoever ran the pass knows the rest."""
+        kinds = np.full(len(self.sizes), ACTIVATIONS, dtype=np.int8)
+        kinds[np.frombuffer(self.in_head, dtype=np.uint8).astype(bool)] = LOGITS
+        return kinds
+
+    def recording(
+        self, kinds: np.ndarray, *, n_static: int, marks: Sequence[tuple[str, int]], kept: np.ndarray, fp32: bool
+    ) -> Recording:
+        """All of it, once the pass has run. fp32: its products are of 32 bits. The rest: see Recording."""
+        return Recording(
+            sizes=np.array(self.sizes, dtype=np.int64),
+            owners=np.array(self.owners, dtype=np.int32),
+            kinds=kinds,
+            events=np.array(self.events, dtype=np.int64),
+            actors=np.array(self.actors, dtype=np.int32),
+            steps=np.array(self.steps, dtype=np.int64),
+            uses=tuple(self.uses),
+            n_static=n_static,
+            marks=tuple(marks),
+            kept=kept,
+            flops=tuple(self.flops),
+            flops_in_backward=tuple(self.flops_in_backward),
+            of_product=np.array(self.of_product, dtype=np.int8),
+            work=self.work.result(fp32=fp32, decode_from=next((at for name, at in marks if name == "decode"), None)),
+        )
 
     # Where it runs
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,15 +13,13 @@ from transformers import PretrainedConfig
 
 from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.memory.fake_model import fill_with_fakes, set_attention, set_checkpointing, without_memory
-from verl_shard.memory.fold import find_fold, fold_module, fold_pieces, unfold
+from verl_shard.memory.fold import record_short
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.phases import Running, generate, score, train
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.recording import (
-    ACTIVATIONS,
     GRADIENTS,
     KV_CACHE,
-    LOGITS,
     OPTIMIZER,
     WEIGHTS,
     Pieces,
@@ -45,21 +42,12 @@ def record(spec: ModelSpec, module: nn.Module, wanted: PassSpec, *, fold: bool =
         why = "its weights are quantized, and packed weights are not traced"
         fix = 'Maps with purpose="inference" count them; for a pass, estimate the model that was quantized'
         raise config_error("quantized", "model", spec.name, why, fix)
-    copied = _prepared(module, wanted)
-    pieces = Pieces.of(spec)
-    names = [block.names[0] for block in spec.blocks if block.kind == "block" and len(block.names) == 1]
-    n_before = next((i for i, block in enumerate(spec.blocks) if block.kind == "block"), 0)
-    found = find_fold(copied, names, n_before) if fold else None
-    if found is None:
-        return _record(spec, pieces, names, copied, wanted)
-    fold_module(copied, names, found, n_before)
-    folded = fold_pieces(pieces, names, found, n_before)
-    kept = names[: len(names) - len(found.left_out)]
-    try:
-        recording = unfold(_record(spec, folded, kept, copied, wanted), found)
-    except ConfigError:  # a model that counts its layers; run whole it says what is wrong, if anything is
-        recording = None
-    return _record(spec, pieces, names, _prepared(module, wanted), wanted) if recording is None else recording
+    return record_short(
+        spec,
+        lambda: _prepared(module, wanted),
+        lambda pieces, blocks, copied: _record(spec, pieces, blocks, copied, wanted),
+        fold=fold,
+    )
 
 
 def _prepared(module: nn.Module, wanted: PassSpec) -> nn.Module:
@@ -113,31 +101,14 @@ def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.M
             fix = 'Maps with purpose="inference" need no pass; please report the model'
             raise config_error("cannot-trace", "model", spec.name, why, fix) from error
 
-    kinds = np.full(len(recorder.sizes), ACTIVATIONS, dtype=np.int8)
-    kinds[np.frombuffer(recorder.in_head, dtype=np.uint8).astype(bool)] = LOGITS
+    kinds = recorder.kinds()
     kinds[:n_weights], kinds[n_weights:n_states] = WEIGHTS, OPTIMIZER
     kinds[sorted(ran.gradients)] = GRADIENTS
     kinds[sorted(ran.cache)] = KV_CACHE
     if ran.n_before_step is not None:
         kinds[ran.n_before_step :] = OPTIMIZER
-    return Recording(
-        sizes=np.array(recorder.sizes, dtype=np.int64),
-        owners=np.array(recorder.owners, dtype=np.int32),
-        kinds=kinds,
-        events=np.array(recorder.events, dtype=np.int64),
-        actors=np.array(recorder.actors, dtype=np.int32),
-        steps=np.array(recorder.steps, dtype=np.int64),
-        uses=tuple(recorder.uses),
-        n_static=n_static,
-        marks=tuple(ran.marks),
-        kept=ran.kept,
-        flops=tuple(recorder.flops),
-        flops_in_backward=tuple(recorder.flops_in_backward),
-        of_product=np.array(recorder.of_product, dtype=np.int8),
-        work=recorder.work.result(
-            fp32=wanted.used_precision == "fp32",
-            decode_from=next((at for name, at in ran.marks if name == "decode"), None),
-        ),
+    return recorder.recording(
+        kinds, n_static=n_static, marks=ran.marks, kept=ran.kept, fp32=wanted.used_precision == "fp32"
     )
 
 

@@ -168,11 +168,12 @@ def _role(engine: Engine, settings: Settings, role: Role, own: RoleConfig) -> Pl
     name, n_params = engine.model_of(settings, role)
     said = {f.name: getattr(own, f.name) for f in fields(RoleConfig) if f.name not in ("model", "devices")}
     placed = engine.map_of(settings, role)
+    assert own.precision is not None, "settings have no blanks"
     return PlannedRole(
         model=name,
         n_params=n_params,
         devices=engine.devices_of(settings, role),
-        precision=str(own.precision),
+        precision=own.precision,
         settings={name: value for name, value in said.items() if value is not None},
         chosen=tuple(
             sorted(name for name, value in said.items() if value is not None and name in settings.blank[role])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from verl_shard.common.units import format_bytes
 from verl_shard.config.inventory import Inventory
 from verl_shard.config.roles import TRAINED, Role
 from verl_shard.config.workload import Workload
 from verl_shard.mapping.device_map import DeviceMap
+from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import KINDS
 from verl_shard.planning.layout import Layouts, PhaseBytes, Placed, holder_of, limit_of, streamed
 from verl_shard.planning.models import Models, pass_of
@@ -147,7 +147,7 @@ class OurEngine:
 
     def model_of(self, settings: Settings, role: Role) -> tuple[str, int]:
         own = settings.roles[role]
-        spec, _ = self.models.read(own, _weight_dtype(own.precision))
+        spec, _ = self.models.read(own, PassSpec(precision=own.precision).weight_dtype)
         return spec.name, spec.n_params
 
     def other_placements(self, settings: Settings) -> tuple[str, ...]:
@@ -191,9 +191,3 @@ class OurEngine:
     def _of_held(self, phase: str, settings: Settings, held: Placed) -> PassTime:
         own = holder_of(phase, settings)[1]
         return self.times.of(phase, own, list(held.runs.values()), streamed=own.offload == "stream")
-
-
-def _weight_dtype(precision: str | None) -> Any:
-    import torch
-
-    return torch.bfloat16 if precision == "bf16" else torch.float32

@@ -14,6 +14,8 @@ from verl_shard.common.errors import config_error
 from verl_shard.common.files import write_whole
 from verl_shard.config.inventory import Inventory
 from verl_shard.config.workload import Workload
+from verl_shard.memory.passes import PassSpec, Precision
+from verl_shard.models.dtypes import dtype_name
 from verl_shard.planning.plan_file import SCHEMA
 
 
@@ -28,7 +30,7 @@ class PlannedRole:
     model: str
     n_params: int
     devices: tuple[int, ...]
-    precision: str
+    precision: Precision
     settings: Mapping[str, Any]
     chosen: tuple[str, ...]
     device_map: Mapping[str, Any] | None = None
@@ -121,11 +123,10 @@ class Plan:
     @property
     def model_config(self) -> dict[str, dict[str, Any]]:
         """By role, the keywords of the articles' `model_config`: device_map, dtype, attn_implementation."""
-        dtypes = {"bf16": "bfloat16", "bf16-mixed": "float32", "fp32": "float32"}
         return {
             role: {
                 "device_map": dict(own.device_map),
-                "dtype": dtypes[own.precision],
+                "dtype": dtype_name(PassSpec(precision=own.precision).weight_dtype),
                 "attn_implementation": own.settings["attn_implementation"],
             }
             for role, own in self.roles.items()

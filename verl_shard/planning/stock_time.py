@@ -20,6 +20,8 @@ _RECOMPUTED = 4 / 3
 _BESIDE_WEIGHTS = 0.9
 """Of the share of the GPU that a rollout engine has beside its weights, what its KV cache gets (vLLM keeps the rest)."""
 _MOST_AT_ONCE = 256
+_MOVED_A_PARAMETER = 16
+"""Bytes of an optimizer's step: weight, gradient and two states in fp32, once."""
 
 
 def phase_seconds(
@@ -62,6 +64,6 @@ def phase_seconds(
     seconds = max(seconds, gathered / over if n > 1 or over == used.host_bandwidth else 0.0)
     if training:
         steps = workload.ppo_epochs * ceil(workload.sequences / workload.mini_batch_sequences)
-        seconds += steps * 4 * 16 * spec.n_params / n / used.memory_bandwidth / 4
+        seconds += steps * _MOVED_A_PARAMETER * spec.n_params / n / used.memory_bandwidth
     moved = 4 * spec.n_params / n * (bool(own.param_offload) + 2 * bool(own.optimizer_offload and training))
     return seconds + 2 * moved / used.host_bandwidth

@@ -5,25 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_shard.common.seeds import derive_seed
+from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.tasks import INSTRUCTION, SOURCE, TASKS, Entry, Task
 
 Row = dict[str, Any]
 
 VAL_ONE_IN = 5
 """One question in so many is for validation."""
-
-
-@dataclass(frozen=True)
-class DataFiles:
-    """The two parquet files of a run."""
-
-    train: Path
-    val: Path
 
 
 def write_data(out_dir: Path, *, seed: int, n_train: int, n_val: int, tasks: Sequence[str] = ()) -> DataFiles:

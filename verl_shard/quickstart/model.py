@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_shard.common.seeds import derive_seed
-from verl_shard.quickstart.data import DataFiles, Row, entry_of, read_rows
+from verl_shard.config.data_files import DataFiles
+from verl_shard.quickstart.data import Row, entry_of, read_rows
 from verl_shard.quickstart.tasks import task_of, worked_answer
 from verl_shard.quickstart.tokenizer import END, MAX_LENGTH, PAD, train_tokenizer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,25 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from verl_shard.common.errors import ConfigError, Finding, config_error
-from verl_shard.common.seeds import derive_seed
 from verl_shard.common.tables import err
 from verl_shard.common.units import format_seconds
+from verl_shard.config.data_files import DataFiles, hold_out
 from verl_shard.config.run_folder import RunFolder
 from verl_shard.mapping.build import build_device_map
 from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.planning.plan_file import write_plan
 from verl_shard.quickstart import checks
 from verl_shard.quickstart.check_names import check_reward, check_tasks
-from verl_shard.quickstart.data import DataFiles, write_data
+from verl_shard.quickstart.data import write_data
 from verl_shard.quickstart.lengths import OWN_RESPONSE, choose_lengths
 from verl_shard.quickstart.options import QuickstartOptions
 from verl_shard.quickstart.warmup import MAX_RESPONSE_LENGTH
 from verl_shard.verl_plugin.overrides import RunSettings
 
 N_TRAIN, N_VAL = 8192, 256
-HELD_OUT = 0.1
-"""Share of the user's rows that validates when no validation data is given, and at most this many rows."""
-MOST_HELD_OUT = 256
 
 # Found on the default tasks over several seeds; a user's own model gets the rates that are usual for full-size models.
 DEFAULTS: dict[str, Any] = {
@@ -144,11 +140,9 @@ def own_data(options: QuickstartOptions, folder: Path) -> DataFiles:
     if options.val_data:
         val = pa.concat_tables([pq.read_table(path) for path in options.val_data], promote_options="default")
     else:
-        rows = list(range(train.num_rows))
-        random.Random(derive_seed(options.seed, "held out")).shuffle(rows)
-        held = min(max(1, int(len(rows) * HELD_OUT)), MOST_HELD_OUT)
-        err.print(f"No --val-data: {held} of {len(rows)} rows are held out for validation")
-        train, val = train.take(sorted(rows[held:])), train.take(sorted(rows[:held]))
+        kept, held = hold_out(train.num_rows, options.seed)
+        err.print(f"No --val-data: {len(held)} of {train.num_rows} rows are held out for validation")
+        train, val = train.take(kept), train.take(held)
     pq.write_table(train, files.train)
     pq.write_table(val, files.val)
     return files

@@ -16,9 +16,9 @@ from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.common.notices import record_event
 from verl_shard.common.tables import err, out
 from verl_shard.common.units import format_seconds
+from verl_shard.config.data_files import DataFiles
 from verl_shard.config.run_folder import RunFolder, can_start, whole_checkpoints
 from verl_shard.quickstart import prepare, report
-from verl_shard.quickstart.data import DataFiles
 from verl_shard.quickstart.options import QuickstartOptions
 from verl_shard.quickstart.watch import watching
 from verl_shard.verl_plugin.fork_server import ForkServer, can_fork, fork_server

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
-import random
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.common.notices import notice
-from verl_shard.common.seeds import derive_seed
+from verl_shard.config.data_files import HELD_OUT, DataFiles, hold_out
 from verl_shard.training.rewards import MESSAGES
 
 Row = dict[str, Any]
 
-HELD_OUT, MOST_HELD_OUT = 0.1, 256
-"""Share of the rows that validates when no validation data is given, and at most so many."""
 QUICKSTART_ROWS = (1024, 64)
-
-
-@dataclass(frozen=True)
-class DataFiles:
-    """The files of a run, in verl's columns."""
-
-    train: Path
-    val: Path
 
 
 def read_rows(given: Any, where: str) -> list[Row]:
@@ -139,10 +127,8 @@ def _hold_out(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
     if len(rows) < 1 / HELD_OUT:
         notice("no-held-out", "val_data", None, f"{len(rows)} rows are too few to hold some out", "the training rows")
         return rows, rows
-    order = list(range(len(rows)))
-    random.Random(derive_seed(seed, "held out")).shuffle(order)
-    count = min(int(len(rows) * HELD_OUT), MOST_HELD_OUT)
-    return [rows[i] for i in sorted(order[count:])], [rows[i] for i in sorted(order[:count])]
+    kept, held = hold_out(len(rows), seed)
+    return [rows[i] for i in kept], [rows[i] for i in held]
 
 
 def _read_parquet(path: Path, where: str) -> list[Row]:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from verl_shard.common.collection import no_collection
 from verl_shard.common.errors import MissingExtraError, config_error
 from verl_shard.common.notices import RUN_DIR_VARIABLE
+from verl_shard.config.data_files import DataFiles
 from verl_shard.config.run_folder import Launch, RunFolder, whole_checkpoints
 from verl_shard.training import placement
 from verl_shard.training.callbacks import is_validation, progress_line
-from verl_shard.training.data import DataFiles, write_rows
+from verl_shard.training.data import write_rows
 from verl_shard.training.folder import open_folder
 from verl_shard.training.inputs import read_inputs
 from verl_shard.training.models import as_folder, load_tokenizer

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.config.data_files import DataFiles
 from verl_shard.training.article_keys import GROUPED, read_section
-from verl_shard.training.data import DataFiles
 from verl_shard.verl_plugin.overrides import RunSettings, to_overrides
 
 DEFAULTS: dict[str, Any] = {
@@ -172,9 +172,9 @@ def _value(value: Any) -> str:
 
 
 def _path(key: str, value: str) -> list[str]:
-    from verl_shard.verl_plugin.overrides import _hydra_value
+    from verl_shard.verl_plugin.overrides import hydra_value
 
-    return [f"{key}={_hydra_value(value)}"]
+    return [f"{key}={hydra_value(value)}"]
 
 
 def _filled(generation: Mapping[str, Any], ppo: Mapping[str, Any], processes: int) -> dict[str, Any]:

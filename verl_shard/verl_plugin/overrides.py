@@ -157,17 +157,17 @@ def to_overrides(settings: RunSettings, extra: Sequence[str] = ()) -> list[str]:
             "critic.ppo_mini_batch_size": s.mini_batch_size,
             "critic.optim.lr": s.critic_lr,
         }
-    return [f"{key}={_hydra_value(value)}" for key, value in overrides.items()] + list(extra)
+    return [f"{key}={hydra_value(value)}" for key, value in overrides.items()] + list(extra)
 
 
-def _hydra_value(value: object) -> str:
+def hydra_value(value: object) -> str:
     """A value in Hydra's override grammar; text is quoted when it has characters with a meaning there."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return "[" + ",".join(_hydra_value(item) for item in value) + "]"
+        return "[" + ",".join(hydra_value(item) for item in value) + "]"
     text = str(value)
     plain = _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "inf", "nan")
     if isinstance(value, int | float) or plain:

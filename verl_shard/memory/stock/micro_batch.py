@@ -18,9 +18,9 @@ from transformers import PretrainedConfig
 
 from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.memory.fake_model import fill_with_fakes, set_attention, set_checkpointing, without_memory
-from verl_shard.memory.fold import find_fold, fold_module, fold_pieces, unfold
+from verl_shard.memory.fold import record_short
 from verl_shard.memory.recorder import Recorder
-from verl_shard.memory.recording import ACTIVATIONS, GRADIENTS, LOGITS, WEIGHTS, Pieces, Recording
+from verl_shard.memory.recording import GRADIENTS, WEIGHTS, Pieces, Recording
 from verl_shard.memory.stand_ins import as_on_gpu
 from verl_shard.memory.stock import outputs
 from verl_shard.models.spec import ModelSpec
@@ -77,26 +77,14 @@ def record_micro_batch(
     key = (spec, wanted)
     if traces is not None and key in traces:
         return traces[key]
-    recording = _recorded(spec, module, wanted)
+    recording = record_short(
+        spec,
+        lambda: _prepared(module, wanted),
+        lambda pieces, _, copied: _run(spec, pieces, copied, wanted),
+    )
     if traces is not None:
         traces[key] = recording
     return recording
-
-
-def _recorded(spec: ModelSpec, module: nn.Module, wanted: MicroBatch) -> Recording:
-    copied = _prepared(module, wanted)
-    pieces = Pieces.of(spec)
-    names = [block.names[0] for block in spec.blocks if block.kind == "block" and len(block.names) == 1]
-    n_before = next((i for i, block in enumerate(spec.blocks) if block.kind == "block"), 0)
-    found = find_fold(copied, names, n_before)
-    if found is None:
-        return _run(spec, pieces, copied, wanted)
-    fold_module(copied, names, found, n_before)
-    try:
-        recording = unfold(_run(spec, fold_pieces(pieces, names, found, n_before), copied, wanted), found)
-    except ConfigError:  # a model that counts its layers; run whole it says what is wrong, if anything is
-        recording = None
-    return _run(spec, pieces, _prepared(module, wanted), wanted) if recording is None else recording
 
 
 def _prepared(module: nn.Module, wanted: MicroBatch) -> nn.Module:
@@ -132,27 +120,12 @@ def _run(spec: ModelSpec, pieces: Pieces, module: nn.Module, wanted: MicroBatch)
         except Exception as error:
             why = f"its pass fails without memory ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             raise config_error("cannot-trace", "model", spec.name, why, "Please report the model") from error
-    kinds = np.full(len(recorder.sizes), ACTIVATIONS, dtype=np.int8)
-    kinds[np.frombuffer(recorder.in_head, dtype=np.uint8).astype(bool)] = LOGITS
+    kinds = recorder.kinds()
     kinds[:n_weights] = WEIGHTS
     grads = {recorder.number_of(p.grad) for p in module.parameters() if p.grad is not None}
     kinds[sorted(number for number in grads if number is not None)] = GRADIENTS
-    return Recording(
-        sizes=np.array(recorder.sizes, dtype=np.int64),
-        owners=np.array(recorder.owners, dtype=np.int32),
-        kinds=kinds,
-        events=np.array(recorder.events, dtype=np.int64),
-        actors=np.array(recorder.actors, dtype=np.int32),
-        steps=np.array(recorder.steps, dtype=np.int64),
-        uses=tuple(recorder.uses),
-        n_static=n_static,
-        marks=tuple(marks),
-        kept=np.zeros(pieces.n_blocks, dtype=np.int64),
-        flops=tuple(recorder.flops),
-        flops_in_backward=tuple(recorder.flops_in_backward),
-        of_product=np.array(recorder.of_product, dtype=np.int8),
-        work=recorder.work.result(fp32=wanted.dtype == torch.float32, decode_from=None),
-    )
+    kept = np.zeros(pieces.n_blocks, dtype=np.int64)
+    return recorder.recording(kinds, n_static=n_static, marks=marks, kept=kept, fp32=wanted.dtype == torch.float32)
 
 
 def _inputs(wanted: MicroBatch) -> dict[str, torch.Tensor]:

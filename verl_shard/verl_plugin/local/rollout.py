@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from verl_shard.common.errors import config_error
-from verl_shard.common.seeds import derive_seed
 from verl_shard.verl_plugin.local.batch import Row, Sample
 from verl_shard.verl_plugin.local.group import Processes
 from verl_shard.verl_plugin.rollout.adapter import generate_in_worker
-from verl_shard.verl_plugin.rollout.generate import Response, Sampling
+from verl_shard.verl_plugin.rollout.generate import RequestSeeds, Response, Sampling, stop_tokens
 
 Request = tuple[tuple[int, ...], int]
 """A prompt and the seed of its response."""
@@ -33,19 +31,13 @@ class Rollout:
             chat_template_kwargs=config.data.get("apply_chat_template_kwargs", {}),
             processor=model.processor,
         )
-        # As HFServer reads them.
-        eos = getattr(model.generation_config, "eos_token_id", None)
-        eos = model.tokenizer.eos_token_id if eos is None else eos
-        self.eos: list[int] = list(eos) if isinstance(eos, list | tuple) else [eos]
-        self.pad: int = model.tokenizer.pad_token_id if model.tokenizer.pad_token_id is not None else self.eos[0]
+        self.eos, self.pad = stop_tokens(model.tokenizer, model.generation_config)
         self._positions = self.config.max_model_len or getattr(model.hf_config, "max_position_embeddings", None)
-        self._asked: Counter[tuple[int, ...]] = Counter()
-        self._steps_done = 0
+        self._seeds = RequestSeeds(self.config.seed, 0)
 
     def set_steps_done(self, steps: int) -> None:
         """The weights are those after so many steps."""
-        self._steps_done = steps
-        self._asked.clear()
+        self._seeds.after(steps)
 
     def generate(self, rows: Sequence[Row], *, validate: bool = False) -> list[Sample]:
         """n responses to each prompt, those to one prompt next to each other."""
@@ -78,9 +70,7 @@ class Rollout:
                 f"with a response of {self.config.response_length} that is more than the model's {self._positions} positions",
                 "Lower max_new_tokens, take shorter prompts, or a model with more positions",
             )  # fmt: skip
-        seed = derive_seed(self.config.seed, self._steps_done, self._asked[prompt], *prompt)
-        self._asked[prompt] += 1
-        return prompt, seed
+        return prompt, self._seeds.next(prompt)
 
     def _answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         # As HFServer: a fixed order, and similar lengths pad each other little.

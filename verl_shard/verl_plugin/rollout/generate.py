@@ -6,6 +6,7 @@ whatever order they came: a run that is killed and resumed samples what an unkil
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from verl_shard.common.errors import config_error
+from verl_shard.common.seeds import derive_seed
 
 # What a folder's generation_config.json may hold that changes the choice of tokens: each turned off, by generate's own names.
 _NOT_THE_FOLDERS: dict[str, Any] = {
@@ -75,6 +77,35 @@ class Response:
 
     token_ids: list[int]
     log_probs: list[float]
+
+
+def stop_tokens(tokenizer: Any, generation_config: Any) -> tuple[list[int], int]:
+    """(ids that end a response, the id that pads), from a model's generation_config.json, else from its tokenizer."""
+    eos = getattr(generation_config, "eos_token_id", None)
+    eos = tokenizer.eos_token_id if eos is None else eos
+    ends = list(eos) if isinstance(eos, list | tuple) else [eos]
+    return ends, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+
+
+class RequestSeeds:
+    """The seed of each request: of the run's seed, the steps that the weights have behind them, the prompt, and how often
+    it was asked for since. The n responses to one prompt differ by that, and not by arrival among others.
+    """
+
+    def __init__(self, seed: int, steps_done: int | None) -> None:
+        self._seed, self._steps_done = seed, steps_done
+        self._asked: Counter[tuple[int, ...]] = Counter()
+
+    def after(self, steps_done: int) -> None:
+        """From now on requests are answered with the weights after so many steps."""
+        self._steps_done = steps_done
+        self._asked.clear()
+
+    def next(self, prompt: tuple[int, ...]) -> int:
+        """Of one more request."""
+        made = derive_seed(self._seed, self._steps_done, self._asked[prompt], *prompt)
+        self._asked[prompt] += 1
+        return made
 
 
 class _RepetitionPenalty:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_shard.common.errors import config_error
-from verl_shard.common.seeds import derive_seed
 from verl_shard.verl_plugin.rollout.adapter import generate_in_worker
-from verl_shard.verl_plugin.rollout.generate import Sampling
+from verl_shard.verl_plugin.rollout.generate import RequestSeeds, Sampling, stop_tokens
 
 GATHER_S = 0.02
 """A batch starts once no request has come for so long: a step's requests come a few milliseconds apart."""
@@ -34,15 +32,11 @@ class HFServer:
         self.config = omega_conf_to_dataclass(config)
         model = omega_conf_to_dataclass(model_config)
         self.worker = worker
-        tokenizer, generation = model.tokenizer, model.generation_config
-        eos = getattr(generation, "eos_token_id", None)
-        eos = tokenizer.eos_token_id if eos is None else eos
-        self.eos = list(eos) if isinstance(eos, list | tuple) else [eos]
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos[0]
+        self.eos, self.pad = stop_tokens(model.tokenizer, model.generation_config)
         self.max_model_len = self.config.max_model_len or getattr(model.hf_config, "max_position_embeddings", None)
         self.global_steps: int | None = None
         self.waiting: list[_Request] = []
-        self.occurrences: Counter[tuple[int, ...]] = Counter()
+        self.seeds = RequestSeeds(self.config.seed, self.global_steps)
         self.last_arrival = 0.0
         self.pump: asyncio.Task[None] | None = None
         self.open = asyncio.Event()
@@ -75,9 +69,7 @@ class HFServer:
             )  # fmt: skip
         sampling = Sampling.from_request(sampling_params, limit=limit, ignore_eos=self.config.ignore_eos)
         prompt = tuple(prompt_ids)
-        # The n responses to one prompt differ by how many of its requests came before, not by arrival among others.
-        seed = derive_seed(self.config.seed, self.global_steps, self.occurrences[prompt], *prompt)
-        self.occurrences[prompt] += 1
+        seed = self.seeds.next(prompt)
         loop = asyncio.get_running_loop()
         request = _Request(prompt, seed, sampling, loop.create_future())
         self.waiting.append(request)
@@ -126,7 +118,7 @@ class HFServer:
     async def set_global_steps(self, global_steps: int) -> None:
         """From now on requests are answered with the weights after this many steps."""
         self.global_steps = global_steps
-        self.occurrences.clear()
+        self.seeds.after(global_steps)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         del tags
