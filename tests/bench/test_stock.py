@@ -42,6 +42,7 @@ def _logsumexp(logits: torch.Tensor, dim: int) -> torch.Tensor:
             model="", strategy="fsdp", model_dtype="bf16", packed=True, gradient_checkpointing=False, roles=("actor",)
         ),
         Cell(model="", strategy="device_map"),
+        Cell(model="", strategy="device_map", packed=True),
     ],
     ids=lambda cell: cell.words,
 )

@@ -251,3 +251,21 @@ def test_side_by_side_no_set_of_gpus_waits_for_another() -> None:
     assert set(apart.roles["actor"].devices).isdisjoint(apart.roles["critic"].devices)
     assert apart.placements
     assert together.placements == ()
+
+
+def test_packed_inputs_have_a_row_of_all_tokens_and_no_copy_of_the_logits() -> None:
+    """Fused attention of a kernel that takes sequences apart: no mask, and no logits without padding beside the logits."""
+    given = {"actor": {"model": small_qwen2(), "attn_implementation": "flash_attention_2"}}
+    plain, packed = (
+        plan(workload={"algorithm": "grpo", "kl": "none", "remove_padding": on}, **given) for on in (False, True)
+    )
+    for row, other in zip(plain.phases, packed.phases, strict=True):
+        if row.phase != "generate":
+            assert other.peaks[0] < row.peaks[0]
+        else:
+            assert other.peaks == row.peaks
+
+
+def test_side_by_side_is_not_for_stock_verl() -> None:
+    with pytest.raises(ConfigError, match="side_by_side"):
+        build_plan({"actor": small_qwen2()}, gpus=2, gpu="h200", backend="fsdp", side_by_side=True)

@@ -87,3 +87,25 @@ def test_the_actor_needs_a_model() -> None:
 def test_lora_makes_the_reference_the_actor() -> None:
     assert filled(actor={"model": "a", "lora_rank": 8}).ref_in_actor
     assert not filled().ref_in_actor
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "where"),
+    [
+        ("device_map", {"critic": {"logits": "fused"}}, "critic.logits"),
+        ("device_map", {"rollout": {"offload": "stream"}}, "rollout.offload"),
+        ("device_map", {"ref": {"offload": "cpu_offload"}}, "ref.offload"),
+        ("fsdp2", {"actor": {"model": "a", "gpu_memory_utilization": 0.5}}, "actor.gpu_memory_utilization"),
+        ("fsdp2", {"ref": {"param_offload": True}}, "ref.param_offload"),
+        ("fsdp2", {"ref": {"devices": [0]}}, "ref.devices"),
+        ("fsdp2", {"ref": {"device_type": "cpu"}}, "ref.device_type"),
+    ],
+)
+def test_no_field_goes_by_in_silence(backend: Any, given: dict[str, Any], where: str) -> None:
+    assert list(faults(backend=backend, **given)) == [where]
+
+
+def test_auto_is_for_the_planner() -> None:
+    made = filled(ref={"offload": "auto"})
+    assert made.roles["ref"].offload == "none"
+    assert "offload" in made.blank["ref"]

@@ -293,6 +293,7 @@ def _predict_ours(cell: Cell, config: Any) -> dict[str, tuple[int, dict[str, int
             "train_batch_size": cell.sequences,
             "prompt_length": cell.prompt_length,
             "response_length": cell.response_length,
+            "remove_padding": cell.packed,
         },
     )
     return {row.phase: (row.peaks[0], dict(row.parts)) for row in plan.phases}

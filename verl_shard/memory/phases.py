@@ -103,7 +103,7 @@ def score(running: Running) -> Ran:
             else:
                 output = _call(running, given)
                 if wanted.loss is not None:
-                    _loss_of(wanted.loss, output, given["input_ids"])
+                    _loss_of(wanted.loss, output, given["input_ids"], packed=wanted.packed)
         del output
     return ran
 
@@ -222,7 +222,7 @@ def _loss(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Te
     result = _call(running, {**given, "labels": given["input_ids"]} if own else given)
     if own and getattr(result, "loss", None) is not None:
         return result.loss, result
-    return _loss_of(kind, result, given["input_ids"]), result
+    return _loss_of(kind, result, given["input_ids"], packed=wanted.packed), result
 
 
 def _fused(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,13 +240,13 @@ def _fused(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.T
     return FusedHead.apply(hidden, head.weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _loss_of(kind: str | None, result: Any, ids: torch.Tensor) -> torch.Tensor:
+def _loss_of(kind: str | None, result: Any, ids: torch.Tensor, *, packed: bool) -> torch.Tensor:
     if kind == "causal-lm" and getattr(result, "logits", None) is not None:
         return token_loss(result.logits, ids)
     if kind == "ppo":
         return ppo_loss(result.logits, ids)
     if kind == "verl-ppo":
-        return verl_ppo_loss(result.logits, ids, entropy=not torch.is_grad_enabled())
+        return verl_ppo_loss(result.logits, ids, entropy=not torch.is_grad_enabled(), packed=packed)
     if kind == "value":
         return value_loss(result.logits)
     return other_loss(result)

@@ -59,6 +59,9 @@ def build_plan(
     with faults.gathering():
         inventory = _inventory(gpus, gpu, gpu_memory)
     faults.check()
+    if side_by_side and config.backend != "device_map":
+        why = "stock verl has all roles on all GPUs, one phase after the other"
+        raise config_error("no-effect", "side_by_side", True, why, 'Leave it out, or plan with backend="device_map"')
     start = fill(config, given)
     _check_ids(start, inventory)
     engine = engine_for(start, given, inventory, rates, side_by_side=side_by_side, trust_remote_code=trust_remote_code)

@@ -39,12 +39,12 @@ def pass_of(phase: str, own: RoleConfig, workload: Workload) -> PassSpec:
         "attn_implementation": own.attn_implementation,
         "batch_size": own.micro_batch_size,
         "lora_rank": own.lora_rank or 0,
-        "padded": not workload.remove_padding,
     }
     if phase == "generate":
-        new = workload.response_length
-        return PassSpec(phase="generate", seq_len=workload.prompt_length, new_tokens=new, trainable=True, **common)
-    common["seq_len"] = workload.sequence_length
+        common |= {"seq_len": workload.prompt_length, "new_tokens": workload.response_length}
+        return PassSpec(phase="generate", trainable=True, padded=True, **common)
+    packed = workload.remove_padding and phase != "reward"
+    common |= {"seq_len": workload.sequence_length, "packed": packed, "padded": not packed}
     taken = "verl-fused" if own.logits == "fused" else "verl-ppo"
     loss = {
         "old_log_prob": taken,

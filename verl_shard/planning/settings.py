@@ -12,9 +12,20 @@ from verl_shard.config.validated import read
 from verl_shard.config.workload import Workload
 
 MOST_IN_A_MICRO_BATCH = 16
+_BLANK = (None, "auto")
+"""What leaves a field to the planner."""
 MOST_GENERATED_AT_ONCE = 256
 _ENGINE_ONLY = ("tensor_parallel_size", "gpu_memory_utilization")
 _FSDP_ONLY = ("param_offload", "optimizer_offload", "offload_policy")
+_TAKEN_BY: dict[str, tuple[tuple[str, ...], tuple[Backend, ...]]] = {
+    "logits": (("actor", "ref"), ("device_map", "fsdp", "fsdp2")),
+    "offload": (("ref", "reward"), ("device_map",)),
+    "tensor_parallel_size": (("rollout", "reward"), ("fsdp", "fsdp2")),
+    "gpu_memory_utilization": (("rollout", "reward"), ("fsdp", "fsdp2")),
+    "param_offload": (TRAINED, ("fsdp", "fsdp2")),
+    "devices": ((), ("fsdp", "fsdp2")),
+}
+"""Fields that some roles only take, and on which backends."""
 _STRATEGIES = {
     "device_map": {"actor": ("device_map", "none"), "rollout": ("hf",)},
     "fsdp": {"actor": ("fsdp",), "rollout": ("vllm", "sglang")},
@@ -105,7 +116,7 @@ def fill(config: ResourceConfig, workload: Workload) -> Settings:
     if faults:
         raise ConfigError(faults)
     blank = {
-        role: frozenset(f.name for f in fields(RoleConfig) if getattr(asked[role], f.name) is None) for role in filled
+        role: frozenset(f.name for f in fields(RoleConfig) if getattr(asked[role], f.name) in _BLANK) for role in filled
     }
     return Settings(config.backend, filled, blank)
 
@@ -134,10 +145,8 @@ def _filled(role: Role, own: RoleConfig, actor: RoleConfig, workload: Workload, 
         "offload": None if trained or rollout else "none",
     }
     if rollout and backend == "device_map":  # the actor's own module
-        defaults |= {
-            name: getattr(actor, name) for name in ("precision", "attn_implementation") if getattr(actor, name)
-        }
         defaults["precision"] = actor.precision or "bf16-mixed"
+        defaults["attn_implementation"] = actor.attn_implementation or "sdpa"
     if backend != "device_map":
         defaults |= {"in_flight": None, "attn_implementation": "flash_attention_2"}
         if trained:  # as verl's own configuration has it
@@ -146,7 +155,7 @@ def _filled(role: Role, own: RoleConfig, actor: RoleConfig, workload: Workload, 
         if rollout:
             defaults |= {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.5}
     values = {f.name: getattr(own, f.name) for f in fields(RoleConfig)}
-    return RoleConfig(**{name: defaults.get(name) if value is None else value for name, value in values.items()})
+    return RoleConfig(**{name: defaults.get(name) if value in _BLANK else value for name, value in values.items()})
 
 
 def _of_another_backend(role: str, own: RoleConfig, backend: Backend) -> list[Finding]:
@@ -171,12 +180,30 @@ def _of_another_backend(role: str, own: RoleConfig, backend: Backend) -> list[Fi
         faults.append(
             _fault("fsdp2-only", f"{role}.offload_policy", True, "FSDP1 does not have it", 'Use backend="fsdp2"')
         )
+    faults += _of_another_role(role, own, backend)
     fitting = _STRATEGIES[backend]["rollout" if role == "rollout" else "actor"]
     if own.strategy is not None and own.strategy not in fitting:
         why = f"backend {backend} has {' or '.join(fitting)} there"
         faults.append(
             _fault("strategy", f"{role}.strategy", own.strategy, why, f"Use {' or '.join(fitting)}, or leave it out")
         )
+    return faults
+
+
+def _of_another_role(role: str, own: RoleConfig, backend: Backend) -> list[Finding]:
+    """Fields that change nothing of this role on this backend: none goes by in silence."""
+    faults = []
+    for name, (roles, backends) in _TAKEN_BY.items():
+        value = getattr(own, name)
+        if backend in backends and role not in roles and value not in (None, False, "none", "auto"):
+            why = f"it is for {' and '.join(roles)}" if roles else "verl lays every role over all GPUs"
+            faults.append(_fault("no-effect", f"{role}.{name}", value, why, "Leave it out"))
+    if backend == "device_map" and own.offload in ("cpu_offload", "cpu_offload_with_hook"):
+        why, fix = "accelerate's ways of keeping weights on the host are not planned", "Use stream or none"
+        faults.append(_fault("offload", f"{role}.offload", own.offload, why, fix))
+    if backend != "device_map" and own.device_type == "cpu" and role != "reward":
+        why = "verl computes it on GPUs"
+        faults.append(_fault("no-effect", f"{role}.device_type", "cpu", why, "Leave it out"))
     return faults
 
 
