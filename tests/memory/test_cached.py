@@ -77,6 +77,6 @@ def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     a, _ = (cached_trace(spec, module, wanted) for wanted in passes[:2])
     assert cached_trace(spec, module, passes[0]) is a, "used again: the other is the oldest now"
     c = cached_trace(spec, module, passes[2])
-    assert len(cached._kept) == 2
+    assert len(cached._traces) == 2
     assert cached_trace(spec, module, passes[0]) is a
     assert cached_trace(spec, module, passes[2]) is c

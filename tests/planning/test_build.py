@@ -269,3 +269,15 @@ def test_packed_inputs_have_a_row_of_all_tokens_and_no_copy_of_the_logits() -> N
 def test_side_by_side_is_not_for_stock_verl() -> None:
     with pytest.raises(ConfigError, match="side_by_side"):
         build_plan({"actor": small_qwen2()}, gpus=2, gpu="h200", backend="fsdp", side_by_side=True)
+
+
+def test_one_process_has_the_gpus_of_one_node() -> None:
+    gpus = Inventory.declared(4, card=card(4096), n_nodes=2)
+    with pytest.raises(ConfigError, match="4 GPUs on 2 nodes") as raised:
+        build_plan({"actor": small_qwen2()}, gpus=gpus, workload=WORK)
+    assert [finding.where for finding in raised.value.findings] == ["actor.devices", "critic.devices", "ref.devices"]
+    with pytest.raises(ConfigError, match="2 GPUs on 2 nodes"):
+        build_plan({"actor": {"model": small_qwen2(), "devices": [1, 2]}}, gpus=gpus, workload=WORK, side_by_side=True)
+    apart = build_plan({"actor": small_qwen2()}, gpus=gpus, workload=WORK, side_by_side=True)
+    for role in apart.roles.values():
+        assert len({gpus.gpus[gpu].node for gpu in role.devices}) == 1

@@ -4,55 +4,103 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 from transformers import PretrainedConfig
 
+from verl_shard.memory.adapters import with_lora
 from verl_shard.memory.passes import PassSpec
+from verl_shard.memory.recording import Recording
 from verl_shard.memory.run_pass import record
 from verl_shard.memory.trace import Trace
 from verl_shard.models.spec import ModelSpec
 
-SIZE = 32
-"""Traces that are kept, the last used: 2 MB each for Qwen2-0.5B, 10 for a model of 80 blocks."""
+SIZE = 128
+"""Traces that are kept, the last used: 0.5 MB each for a model of 28 blocks, 3 of 80."""
+ADAPTED = 8
+"""Models under adapters that are kept, on meta."""
+RECORDINGS = 256
+"""Recordings that are kept: 0.5 to 1 MB each for a model of 80 blocks."""
+T = TypeVar("T")
 
-_lock = threading.Lock()
-_kept: OrderedDict[Hashable, Trace] = OrderedDict()
+
+class _Kept(Generic[T]):
+    """What was last made, by key; size() of them."""
+
+    def __init__(self, size: Callable[[], int]) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._made: OrderedDict[Hashable, T] = OrderedDict()
+
+    def get(self, key: Hashable | None, make: Callable[[], T]) -> T:
+        """What was made for the key, or is now; None is never kept."""
+        if key is None:
+            return make()
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        made = make()
+        with self._lock:
+            self._made[key] = made
+            while len(self._made) > self._size():
+                self._made.popitem(last=False)
+        return made
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def forget(self) -> None:
+        with self._lock:
+            self._made.clear()
 
 
-def cached_trace(spec: ModelSpec, module: nn.Module, wanted: PassSpec) -> Trace:
+_traces: _Kept[Trace] = _Kept(lambda: SIZE)
+_adapted: _Kept[tuple[ModelSpec, nn.Module]] = _Kept(lambda: ADAPTED)
+_recordings: _Kept[Recording] = _Kept(lambda: RECORDINGS)
+
+
+def cached_trace(spec: ModelSpec, module: nn.Module, wanted: PassSpec, described: Hashable | None = None) -> Trace:
     """As `trace`: the same Trace for the same spec and pass of an equal module, which is made once. Not to be changed.
+
+    described: description_of(module), for whoever asks often.
+
+    Raises ConfigError when its forward cannot be traced.
+    """
+    described = description_of(module) if described is None else described
+    key = None if described is None else (spec, wanted, described)
+    return _traces.get(key, lambda: Trace.of(record(spec, module, wanted), wanted))
+
+
+def cached_lora(
+    spec: ModelSpec, module: nn.Module, wanted: PassSpec, described: Hashable | None
+) -> tuple[ModelSpec, nn.Module]:
+    """As `with_lora`, which takes seconds for a model of 80 blocks. Not to be changed."""
+    key = None if described is None else (spec, wanted.lora_rank, wanted.gradient_checkpointing, described)
+    return _adapted.get(key, lambda: with_lora(spec, module, wanted))
+
+
+def kept_recording(key: Hashable | None, make: Callable[[], Recording]) -> Recording:
+    """The recording that was made for the key, or is made now. Not to be changed. None is no key: it is made each time."""
+    return _recordings.get(key, make)
+
+
+def forget_traces() -> None:
+    """Empties the caches."""
+    _traces.forget()
+    _adapted.forget()
+    _recordings.forget()
+
+
+def description_of(module: nn.Module) -> Hashable | None:
+    """What equal modules have in common, or None where there is no telling.
 
     Modules are equal when their configurations are, and the classes, plain attributes and tensors' names, shapes, dtypes
     and requires_grad of all their submodules: a dropout that was changed afterwards is another module. What no
     configuration describes is traced each time, since its forward may depend on anything.
-    Raises ConfigError when its forward cannot be traced.
     """
-    described = _description(module)
-    if described is None:
-        return Trace.of(record(spec, module, wanted), wanted)
-    key = (spec, wanted, described)
-    with _lock:
-        if key in _kept:
-            _kept.move_to_end(key)
-            return _kept[key]
-    made = Trace.of(record(spec, module, wanted), wanted)
-    with _lock:
-        _kept[key] = made
-        while len(_kept) > SIZE:
-            _kept.popitem(last=False)
-    return made
-
-
-def forget_traces() -> None:
-    """Empties the cache."""
-    with _lock:
-        _kept.clear()
-
-
-def _description(module: nn.Module) -> Hashable | None:
     config: Any = getattr(module, "config", None)
     if not isinstance(config, PretrainedConfig):
         return None

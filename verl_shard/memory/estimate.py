@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import RenderableType
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_shard.common.errors import MissingExtraError, config_error
+from verl_shard.common.errors import config_error
 from verl_shard.common.tables import as_text, table
 from verl_shard.common.units import format_bytes
+from verl_shard.memory.adapters import with_lora
 from verl_shard.memory.allocator import replay
 from verl_shard.memory.cached import cached_trace
 from verl_shard.memory.constants import CUBLAS_LT, cublas_workspace
@@ -34,7 +34,7 @@ from verl_shard.memory.recording import (
 from verl_shard.memory.trace import Trace
 from verl_shard.models.devices import parse_device
 from verl_shard.models.meta import positions_of
-from verl_shard.models.read import read_model, spec_of_module
+from verl_shard.models.read import read_model
 from verl_shard.models.spec import ModelSpec
 
 SCHEMA = "verl_shard/memory_estimate/1"
@@ -184,24 +184,3 @@ def _workspaces(traced: Trace) -> dict[int, dict[str, int]]:
     needs[PRODUCT_WITH_BIAS] = needs[PRODUCT] | {"cublas-lt": CUBLAS_LT.n_bytes}
     of_product = traced.recording.of_product
     return {number: needs[int(of_product[number])] for number in np.flatnonzero(of_product).tolist()}
-
-
-def with_lora(spec: ModelSpec, module: nn.Module, wanted: PassSpec) -> tuple[ModelSpec, nn.Module]:
-    """The model under adapters on all its linear layers, as peft makes them."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise MissingExtraError("lora_rank", "verl", "peft") from error
-    from verl_shard.memory.fake_model import without_memory
-
-    base: Any = without_memory(module)
-    if not isinstance(getattr(base, "config", None), PretrainedConfig):
-        raise config_error(
-            "no-lora", "lora_rank", wanted.lora_rank, "adapters go on transformers models", "Leave it out"
-        )
-    config = LoraConfig(r=wanted.lora_rank, target_modules="all-linear")
-    with torch.device("meta"):
-        adapted: Any = get_peft_model(base, config, low_cpu_mem_usage=True)
-    if wanted.gradient_checkpointing:
-        adapted.enable_input_require_grads()
-    return spec_of_module(adapted, name=spec.name, task=spec.task, dtype=wanted.weight_dtype), adapted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,9 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from verl_shard.common.notices import notice
 
 
-def without_memory(module: nn.Module) -> nn.Module:
-    """A copy of `module` on the meta device that shares no tensor with it; ties stay ties. Weights are not copied."""
-    memo: dict[int, Any] = {}
+def without_memory(module: nn.Module, but: Collection[str] = ()) -> nn.Module:
+    """A copy of `module` on the meta device that shares no tensor with it; ties stay ties. Weights are not copied.
+
+    but: submodules that are not copied, each with an empty one in its place.
+    """
+    memo: dict[int, Any] = {id(module.get_submodule(name)): nn.Identity() for name in but}
     for parameter in module.parameters():
         meta = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)

@@ -139,30 +139,33 @@ def _is_number(key: str, value: object, index: int) -> bool:
 
 def record_short(
     spec: ModelSpec,
-    prepare: Callable[[], nn.Module],
+    module: nn.Module,
+    prepare: Callable[[Sequence[str]], nn.Module],
     run: Callable[[Pieces, Sequence[str], nn.Module], Recording],
     *,
     fold: bool = True,
 ) -> Recording:
     """What `run` records of a model, whose long chain of equal blocks is run short where that gives the same.
 
-    prepare: makes a module to run, anew each time. run: is given the pieces, the names of the blocks that run, and it.
+    prepare: makes a copy of `module` to run, anew each time; it is given names of blocks that need not be copied.
+    run: is given the pieces, the names of the blocks that run, and the copy.
     Raises ConfigError for what `run` raises of the whole model.
     """
-    module, pieces = prepare(), Pieces.of(spec)
+    pieces = Pieces.of(spec)
     names = [block.names[0] for block in spec.blocks if block.kind == "block" and len(block.names) == 1]
     n_before = next((i for i, block in enumerate(spec.blocks) if block.kind == "block"), 0)
     found = find_fold(module, names, n_before) if fold else None
     if found is None:
-        return run(pieces, names, module)
-    fold_module(module, names, found, n_before)
+        return run(pieces, names, prepare(()))
+    copied = prepare([names[index - n_before] for index in found.left_out])
+    fold_module(copied, names, found, n_before)
     folded = fold_pieces(pieces, names, found, n_before)
     kept = names[: len(names) - len(found.left_out)]
     try:
-        recording = unfold(run(folded, kept, module), found)
+        recording = unfold(run(folded, kept, copied), found)
     except ConfigError:  # a model that counts its layers; run whole it says what is wrong, if anything is
         recording = None
-    return run(pieces, names, prepare()) if recording is None else recording
+    return run(pieces, names, prepare(())) if recording is None else recording
 
 
 class _NotCongruentError(Exception):

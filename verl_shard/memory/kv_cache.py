@@ -9,13 +9,15 @@ from transformers import DynamicCache, PretrainedConfig
 from verl_shard.common.errors import config_error
 
 
-def kv_cache_bytes(config: PretrainedConfig, *, batch_size: int, seq_len: int, itemsize: int) -> list[int]:
+def kv_cache_bytes(
+    config: PretrainedConfig, *, batch_size: int, seq_len: int, itemsize: int, latent: bool = False
+) -> list[int]:
     """One entry for each layer: 2 x batch x tokens x key-value heads x head size x itemsize.
 
     tokens: seq_len, and no more than its window for a layer with sliding or chunked attention; transformers' own
     DynamicCache says which those are. Models with multi-head latent attention (DeepSeek) are cached expanded, so keys
-    count qk_nope_head_dim + qk_rope_head_dim and values v_head_dim, for all heads (modeling_deepseek_v3.py). Layers
-    that share the cache of another have none of their own.
+    count qk_nope_head_dim + qk_rope_head_dim and values v_head_dim, for all heads (modeling_deepseek_v3.py); latent: as vLLM
+    has them, kv_lora_rank + qk_rope_head_dim. Layers that share the cache of another have none of their own.
     Raises ConfigError for models whose state is no key-value cache (linear attention, Mamba), and without a decoder.
     """
     text: Any = config.get_text_config(decoder=True)
@@ -29,7 +31,8 @@ def kv_cache_bytes(config: PretrainedConfig, *, batch_size: int, seq_len: int, i
     size = size or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if getattr(text, "kv_lora_rank", None):
-        per_token = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+        expanded = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+        per_token = text.kv_lora_rank + text.qk_rope_head_dim if latent else expanded
     else:
         per_token = kv_heads * size * 2
     sizes = []

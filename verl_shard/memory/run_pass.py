@@ -44,15 +44,16 @@ def record(spec: ModelSpec, module: nn.Module, wanted: PassSpec, *, fold: bool =
         raise config_error("quantized", "model", spec.name, why, fix)
     return record_short(
         spec,
-        lambda: _prepared(module, wanted),
+        module,
+        lambda left_out: _prepared(module, wanted, left_out),
         lambda pieces, blocks, copied: _record(spec, pieces, blocks, copied, wanted),
         fold=fold,
     )
 
 
-def _prepared(module: nn.Module, wanted: PassSpec) -> nn.Module:
+def _prepared(module: nn.Module, wanted: PassSpec, left_out: Sequence[str]) -> nn.Module:
     """A copy without memory, with the attention and the caching that the pass has."""
-    copied = without_memory(module)
+    copied = without_memory(module, left_out)
     config = getattr(copied, "config", None)
     if isinstance(config, PretrainedConfig):
         config.use_cache = wanted.phase == "generate"

@@ -21,6 +21,12 @@ class Engine(Protocol):
     inventory: Inventory
     workload: Workload
 
+    def completed(self, settings: Settings) -> Settings:
+        """Settings with what only the models and the GPUs can tell, in fields that were left blank. Raises ConfigError."""
+
+    def can_run(self, settings: Settings) -> bool:
+        """Whether there is such a run at all, whatever its memory."""
+
     def evaluate(self, settings: Settings) -> Evaluation:
         """Bytes, seconds and host memory of a step."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -19,6 +19,7 @@ from verl_shard.planning.search import Found, Taken, cheapest
 from verl_shard.planning.settings import Settings, fill, read_roles
 
 _MOST_GPUS = 1024
+_MOST_COUNTS = 16
 
 
 def build_plan(
@@ -63,15 +64,22 @@ def build_plan(
         why = "stock verl has all roles on all GPUs, one phase after the other"
         raise config_error("no-effect", "side_by_side", True, why, 'Leave it out, or plan with backend="device_map"')
     start = fill(config, given)
-    _check_ids(start, inventory)
+    _check_ids(start, inventory, side_by_side)
     engine = engine_for(start, given, inventory, rates, side_by_side=side_by_side, trust_remote_code=trust_remote_code)
-    own = cheapest(start, given, engine.evaluate, lambda role, name: name in start.blank[role])
+    start = engine.completed(start)
+    own = cheapest(start, given, engine.evaluate, lambda role, name: name in start.blank[role], engine.can_run)
     if own.evaluation.fits:
         return _plan(engine, own.settings, own.taken, taken=True)
-    other = cheapest(start, given, engine.evaluate, lambda role, name: True)
+    other = cheapest(start, given, engine.evaluate, lambda role, name: True, engine.can_run)
     if other.evaluation.fits:
         return _plan(engine, start, other.taken, taken=False, fits_with="")
-    return _plan(engine, start, other.taken, taken=False, fits_with=_more_gpus(engine, other))
+    return _plan(
+        engine,
+        start,
+        other.taken,
+        taken=False,
+        fits_with=_more_gpus(engine, other, one_node=config.backend == "device_map" and not side_by_side),
+    )
 
 
 def _inventory(gpus: Inventory | int | None, gpu: str | None, memory: int | str | None) -> Inventory:
@@ -87,10 +95,12 @@ def _inventory(gpus: Inventory | int | None, gpu: str | None, memory: int | str 
     return Inventory.declared(gpus, card=gpu, memory=memory)
 
 
-def _check_ids(settings: Settings, inventory: Inventory) -> None:
-    """Raises ConfigError for GPUs that are not there."""
+def _check_ids(settings: Settings, inventory: Inventory, side_by_side: bool) -> None:
+    """Raises ConfigError for GPUs that are not there, or not where one process drives them."""
     n = len(inventory)
-    faults = []
+    faults: list[Finding] = []
+    if settings.backend == "device_map":
+        faults += _over_nodes(settings, inventory, side_by_side)
     for role, own in settings.roles.items():
         asked = own.devices
         over = (
@@ -108,24 +118,49 @@ def _check_ids(settings: Settings, inventory: Inventory) -> None:
         raise ConfigError(faults)
 
 
-def _more_gpus(engine: Engine, nearest: Found) -> str:
+def _over_nodes(settings: Settings, inventory: Inventory, side_by_side: bool) -> Iterator[Finding]:
+    """Roles whose GPUs are on several nodes: a device_map is one process's, which has its node's GPUs."""
+    first = len(inventory.nodes[0].cards)
+    for role, own in settings.roles.items():
+        if role == "rollout" or own.device_type == "cpu":
+            continue
+        if isinstance(own.devices, tuple):
+            gpus = own.devices
+        elif side_by_side and (own.devices is None or own.devices <= first):
+            continue
+        else:
+            gpus = tuple(range(own.devices or len(inventory)))
+        nodes = {inventory.gpus[gpu].node for gpu in gpus if gpu < len(inventory)}
+        if len(nodes) > 1:
+            why = f"{len(gpus)} GPUs on {len(nodes)} nodes, and a device_map's one process has the {first} of its node"
+            fix = f'Name GPUs of one node, use side_by_side, plan for gpus={first}, or use backend="fsdp2"'
+            yield Finding(
+                "error", "several-nodes", f"{role}.devices", "" if own.devices is None else str(own.devices), why, fix
+            )
+
+
+def _more_gpus(engine: Engine, nearest: Found, one_node: bool) -> str:
     """In words, the smallest number of such GPUs on which the nearest settings fit."""
     inventory = engine.inventory
     card = inventory.gpus[0].card
     per_node = len(inventory.nodes[0].cards)
     lacking = "With all remedies it still does not fit"
-    for n in _counts(len(inventory)):
-        nodes = -(-n // per_node) if n % per_node == 0 else 1
+    counts = _counts(len(inventory), per_node)
+    for n in counts:
+        nodes = n // per_node if n % per_node == 0 and not one_node else 1
         host = inventory.nodes[0].host_memory
         larger = engine.over(Inventory.declared(n, card=card, n_nodes=nodes, host_memory=host))
-        if larger.evaluate(nearest.settings).fits:
-            return f"{lacking} on {len(inventory)}; with the settings above it fits on {n} x {card.name}."
-    return f"{lacking}, and neither on {_MOST_GPUS} such GPUs: a smaller model, or a card with more memory, is needed."
+        if larger.can_run(nearest.settings) and larger.evaluate(nearest.settings).fits:
+            where = " in one node" if one_node and n > per_node else ""
+            return f"{lacking} on {len(inventory)}; with the settings above it fits on {n} x {card.name}{where}."
+    return f"{lacking}, and neither on {counts[-1]} such GPUs: a smaller model, or a card with more memory, is needed."
 
 
-def _counts(n: int) -> list[int]:
-    """Larger numbers of GPUs, each up to twice the number, then doubled."""
-    counts = list(range(n + 1, 2 * n + 1))
+def _counts(n: int, per_node: int) -> list[int]:
+    """Larger numbers of GPUs: each up to twice the number, of whole nodes where there are several, and then doubled."""
+    nodes = n // per_node
+    counts = list(range(n + 1, 2 * n + 1)) if nodes == 1 else [k * per_node for k in range(nodes + 1, 2 * nodes + 1)]
+    counts = counts[:: -(-len(counts) // _MOST_COUNTS)]
     while counts[-1] < _MOST_GPUS:
         counts.append(2 * counts[-1])
     return counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ class Layouts:
         key = (tuple((role, _choices(own[role]), devices[role]) for role in order), settings.ref_in_actor)
         if key in self._placed:
             return self._placed[key]
-        room = [limit_of(gpu.card) for gpu in self.inventory.gpus]
+        room = self._room
         placed = {role: self._cut(role, own[role], devices[role], room) for role in order}
         shared = sum(len(set(devices[role])) for role in order) > len({gpu for role in order for gpu in devices[role]})
         for _ in range(SWEEPS if shared else 0):
@@ -108,6 +109,10 @@ class Layouts:
                 break
         self._placed[key] = placed
         return placed
+
+    @cached_property
+    def _room(self) -> list[int]:
+        return [limit_of(gpu.card) for gpu in self.inventory.gpus]
 
     def _cut(self, role: Role, own: RoleConfig, devices: tuple[int, ...], room: Sequence[int]) -> Placed:
         mine = tuple(room[gpu] for gpu in devices)
@@ -148,10 +153,14 @@ class Layouts:
         there = [role for role, own in settings.roles.items() if own.device_type != "cpu"]
         return [self._phase(phase, settings, placed) for phase in PHASES if ROLE_OF[phase] in there]
 
+    def n_blocks(self, role: Role, own: RoleConfig) -> int:
+        """Of the role's model: more GPUs than that cannot be used."""
+        wanted = pass_of(PHASES_OF[role][-1], own, self.workload)
+        return len(self.models.read(own, wanted.weight_dtype)[0].blocks)
+
     def alone(self, role: Role, own: RoleConfig, n: int) -> Placed:
         """A role on n GPUs that it has to itself, the first ones."""
-        room = [limit_of(gpu.card) for gpu in self.inventory.gpus]
-        return self._cut(role, own, tuple(range(n)), room)
+        return self._cut(role, own, tuple(range(n)), self._room)
 
     def peak_alone(self, phase: str, settings: Settings, held: Placed) -> int:
         """The largest bytes of a phase on the GPUs of `held`, without what other roles keep there."""
@@ -161,11 +170,13 @@ class Layouts:
         role = ROLE_OF[phase]
         holder, own = holder_of(phase, settings)
         active = self._active(phase, own, placed[holder])
-        peaks, others = {}, {}
-        for gpu in range(len(self.inventory)):
-            beside = sum(other.resident.get(gpu, 0) for name, other in placed.items() if name != holder)
-            others[gpu] = beside
-            peaks[gpu] = beside + active.get(gpu, 0)
+        others = dict.fromkeys(range(len(self.inventory)), 0)  # of a thousand GPUs most are not touched
+        for name, other in placed.items():
+            for gpu, size in other.resident.items() if name != holder else ():
+                others[gpu] += size
+        peaks = dict(others)
+        for gpu, size in active.items():
+            peaks[gpu] += size
         return PhaseBytes(phase, role, peaks, others)
 
     def _active(self, phase: str, own: RoleConfig, held: Placed) -> Mapping[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,7 @@ from torch import nn
 
 from verl_shard.config.roles import Role, RoleConfig
 from verl_shard.config.workload import Workload
-from verl_shard.memory.cached import cached_trace
-from verl_shard.memory.estimate import with_lora
+from verl_shard.memory.cached import cached_lora, cached_trace, description_of
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.trace import Trace
 from verl_shard.models.read import read_model
@@ -73,6 +73,7 @@ class Models:
     trust_remote_code: bool = False
     _read: dict[Any, tuple[ModelSpec, nn.Module]] = field(default_factory=dict)
     _traced: dict[Any, Trace] = field(default_factory=dict)
+    _described: dict[int, tuple[nn.Module, Hashable | None]] = field(default_factory=dict)
 
     def read(self, own: RoleConfig, dtype: torch.dtype) -> tuple[ModelSpec, nn.Module]:
         """The model of a role, its floating-point weights counted as `dtype`. Raises ConfigError."""
@@ -90,7 +91,7 @@ class Models:
             return spec, module
         key = (_key(own.model), own.task, wanted.weight_dtype, wanted.lora_rank, wanted.gradient_checkpointing)
         if key not in self._read:
-            self._read[key] = with_lora(spec, module, wanted)
+            self._read[key] = cached_lora(spec, module, wanted, self._description(module))
         return self._read[key]
 
     def trace(self, own: RoleConfig, wanted: PassSpec) -> Trace:
@@ -98,8 +99,13 @@ class Models:
         key = (_key(own.model), own.task, wanted)
         if key not in self._traced:
             spec, module = self.adapted(own, wanted)
-            self._traced[key] = cached_trace(spec, module, wanted)
+            self._traced[key] = cached_trace(spec, module, wanted, self._description(module))
         return self._traced[key]
+
+    def _description(self, module: nn.Module) -> Hashable | None:
+        if id(module) not in self._described:
+            self._described[id(module)] = (module, description_of(module))
+        return self._described[id(module)][1]
 
 
 def _key(model: Any) -> Any:

@@ -43,11 +43,17 @@ class OurEngine:
         card = self.inventory.gpus[0].card
         self.times = StepTimes(self.models, self.workload, self.rates or Rates.of(card))
 
+    def completed(self, settings: Settings) -> Settings:
+        return settings
+
+    def can_run(self, settings: Settings) -> bool:
+        return True
+
     def evaluate(self, settings: Settings) -> Evaluation:
         placed = self._placed(settings)
         rows = self.layouts.phases(settings, placed)
         return Evaluation(
-            bytes={(row.phase, gpu): size for row in rows for gpu, size in row.peaks.items()},
+            bytes={(row.phase, gpu): size for row in rows for gpu, size in row.peaks.items() if size},
             limits=self._limits,
             seconds=self._step_seconds(rows, settings, placed),
             host=dict.fromkeys(range(len(self.inventory.nodes)), sum(self.host_parts(settings).values())),

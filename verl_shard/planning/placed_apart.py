@@ -35,7 +35,16 @@ def _search(engine: OurEngine, settings: Settings) -> PlacementSearch:
         nodes=[len(node.cards) for node in engine.inventory.nodes],
         memory=min(limit_of(gpu.card) for gpu in engine.inventory.gpus),
         pinned=pinned,
+        counts=_counts(engine),
     )
+
+
+def _counts(engine: OurEngine) -> tuple[int, ...] | None:
+    """On several nodes what divides one's GPUs: one process drives a set, and sets of such sizes can be given out so that
+    none spans two nodes."""
+    nodes = engine.inventory.nodes
+    on_node = min(len(node.cards) for node in nodes)
+    return tuple(n for n in range(1, on_node + 1) if on_node % n == 0) if len(nodes) > 1 else None
 
 
 def _cost(engine: OurEngine, settings: Settings, role: Role, n: int) -> RoleCost | None:
@@ -43,6 +52,8 @@ def _cost(engine: OurEngine, settings: Settings, role: Role, n: int) -> RoleCost
     more GPUs than Blocks."""
     own = settings.roles[role]
     if isinstance(own.devices, int) and own.devices != n:
+        return None
+    if own.offload != "stream" and n > engine.layouts.n_blocks(role, own):
         return None
     held = engine.layouts.alone(role, own, n)
     if len(held.runs) < n and own.offload != "stream":

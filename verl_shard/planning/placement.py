@@ -87,7 +87,7 @@ class PlacementSearch:
         role's set, of the second's and so on.
     runners_up: the best placements with other sets of roles, the best first, none worse in memory. For more than five
         roles that are not always together only the 64 ways to share them out with the fewest sets are compared.
-    gap: no placement over the counts of `gpu_counts` has a step faster than best.step_s * (1 - gap). 0 unless the solver
+    gap: no placement over the counts has a step faster than best.step_s * (1 - gap). 0 unless the solver
         ran out of time; runners-up are then what was found.
     """
 
@@ -111,6 +111,7 @@ def search_placement(
     apart: Collection[tuple[str, str]] = (),
     pinned: Mapping[str, Sequence[int]] | None = None,
     transfers: Mapping[tuple[str, str], float] | None = None,
+    counts: Collection[int] | None = None,
     n_runners_up: int = 3,
     method: Literal["auto", "exact", "milp"] = "auto",
     time_limit_s: float = 8.0,
@@ -118,13 +119,14 @@ def search_placement(
     """The placement with the fastest step; of equally fast ones (within 1 in 100,000) that with the fewest GPUs, then
     that whose earlier roles have more of them (the least sum of a role's position times its GPUs).
 
-    cost_of: asked once for each role and each of gpu_counts. A role that must have some number of GPUs costs None at
+    cost_of: asked once for each role and each of `counts`. A role that must have some number of GPUs costs None at
         others.
     roles: in the order in which ties are broken and sets are named.
     nodes: GPUs of each node. GPUs are counted from 0 over the nodes.
     memory: bytes that roles may take on a GPU, of unequal ones on the smallest; None is no limit.
     together, apart: pairs of roles that must, and that must not, be in one set.
     pinned: GPU ids that a role is on, in its order. Its set has these and no others; roles without ids may join.
+    counts: the numbers of GPUs that a set without ids may get; by default gpu_counts.
     transfers: seconds that weight_sync takes longer when the two roles are not in one set, as for copying weights.
     method: "auto" looks at every placement up to EXACT_GPUS GPUs and EXACT_ROLES roles (those that are together count
         once), and beyond solves a program that takes at most about `time_limit_s` seconds.
@@ -140,7 +142,17 @@ def search_placement(
     named = {*(pinned or ()), *(role for pair in (*together, *apart, *moves) for role in pair)}
     assert named <= set(roles), "rules name roles that there are"
     groups = groups_of(roles, [*together, *same_pins(pins)])
-    rules = Rules(cost_of, tuple(roles), groups, tuple(nodes), memory, tuple(sorted(apart)), pins, moves)
+    rules = Rules(
+        cost_of,
+        tuple(roles),
+        groups,
+        tuple(nodes),
+        memory,
+        tuple(sorted(apart)),
+        pins,
+        moves,
+        tuple(sorted(counts or ())),
+    )
     rules.check()
     everyone = (1 << len(groups)) - 1
     columns = least_overrun(rules.columns(), everyone, rules.n_gpus)

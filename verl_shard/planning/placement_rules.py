@@ -89,6 +89,7 @@ class Rules:
     apart: tuple[tuple[str, str], ...]
     pinned: Mapping[str, tuple[int, ...]]
     transfers: Mapping[tuple[str, str], float]
+    allowed: tuple[int, ...] = ()
 
     @property
     def n_gpus(self) -> int:
@@ -96,7 +97,7 @@ class Rules:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        return gpu_counts(self.nodes, len({gpu for ids in self.pinned.values() for gpu in ids}))
+        return self.allowed or gpu_counts(self.nodes, len({gpu for ids in self.pinned.values() for gpu in ids}))
 
     @cached_property
     def costs(self) -> Mapping[tuple[str, int], RoleCost]:

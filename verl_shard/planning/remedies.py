@@ -129,7 +129,7 @@ REMEDIES: tuple[Remedy, ...] = (
         "each decoding step serves fewer", live=True,
     ),
     Remedy(
-        "lower gpu_memory_utilization", STOCK, ("rollout",), _lower_utilization, "a tenth of the GPU",
+        "lower gpu_memory_utilization", STOCK, ("rollout", "reward"), _lower_utilization, "a tenth of the GPU",
         "a smaller KV cache: fewer responses at once",
     ),
     Remedy(

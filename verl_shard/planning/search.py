@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 
 from verl_shard.config.roles import Role
@@ -35,12 +36,12 @@ class Evaluation:
     host: Mapping[int, int]
     host_limits: Mapping[int, int | None]
 
-    @property
+    @cached_property
     def over(self) -> dict[Cell, int]:
         """By how many bytes each cell is too large."""
         return {cell: size - self.limits[cell[1]] for cell, size in self.bytes.items() if size > self.limits[cell[1]]}
 
-    @property
+    @cached_property
     def host_over(self) -> dict[int, int]:
         """By how many bytes each node's RAM is too small."""
         limits = self.host_limits
@@ -85,10 +86,11 @@ def cheapest(
     workload: Workload,
     evaluate: Callable[[Settings], Evaluation],
     may: Callable[[Role, str], bool],
+    can: Callable[[Settings], bool] = lambda _: True,
 ) -> Found:
     """The cheapest remedies with which `start` fits; where not even all of them are enough, all of them.
 
-    may(role, field): whether a field may be changed.
+    may(role, field): whether a field may be changed. can(settings): whether there is such a run.
     Every set that fits has, for the cell that is most over, a remedy that lowers it; so only those are tried next, and of
     those that cost no time the best is taken without trying others. Sets are looked at in the order of cost: first how
     many change what is learned, then the seconds of a step. The first that fits is the cheapest, less what it does not need.
@@ -96,7 +98,7 @@ def cheapest(
     first = evaluate(start)
     if first.fits:
         return Found(start, first, ())
-    everything = _everything(start, workload, evaluate, may)
+    everything = _everything(start, workload, evaluate, may, can)
     if not everything.evaluation.fits:
         return everything
     numbers = count()
@@ -110,9 +112,9 @@ def cheapest(
             return _needed(start, evaluate, taken)
         steps: list[tuple[Taken, Settings, Evaluation]] = []
         for remedy, role, change in available(settings, workload):
-            if not all(may(role, name) for name in change):
+            if not all(may(role, name) for name in change) or not can(settings.changed(role, **change)):
                 continue
-            change, after, made = _far_enough(remedy, role, change, settings, workload, evaluate, now)
+            change, after, made = _far_enough(remedy, role, change, settings, workload, evaluate, now, can)
             phase, saved = _helped(now, made)
             if saved > 0 and key_of(after) not in seen:
                 steps.append((Taken(remedy, role, change, phase, saved, made.seconds - now.seconds), after, made))
@@ -133,11 +135,14 @@ def _far_enough(
     workload: Workload,
     evaluate: Callable[[Settings], Evaluation],
     now: Evaluation,
+    can: Callable[[Settings], bool],
 ) -> tuple[Change, Settings, Evaluation]:
     """A remedy that can be taken again and again, such as halving a micro-batch, as few times as mend the phase that is
     most over, or as often as it goes where that is not enough. By bisection: more always needs less."""
     levels = [change]
     while more := remedy.change(settings.changed(role, **levels[-1]).roles[role], workload):
+        if not can(settings.changed(role, **more)):
+            break
         levels.append(more)
     phase = _worst(now)
 
@@ -159,7 +164,11 @@ def _far_enough(
 
 
 def _everything(
-    start: Settings, workload: Workload, evaluate: Callable[[Settings], Evaluation], may: Callable[[Role, str], bool]
+    start: Settings,
+    workload: Workload,
+    evaluate: Callable[[Settings], Evaluation],
+    may: Callable[[Role, str], bool],
+    can: Callable[[Settings], bool],
 ) -> Found:
     """All remedies that keep the result, each as far as it goes; and where that is not enough, the others too."""
     settings, taken = start, []
@@ -167,7 +176,9 @@ def _everything(
         while wanted := [
             (remedy, role, change)
             for remedy, role, change in available(settings, workload)
-            if remedy.same_result >= same_result and all(may(role, name) for name in change)
+            if remedy.same_result >= same_result
+            and all(may(role, name) for name in change)
+            and can(settings.changed(role, **change))
         ]:
             for remedy, role, change in wanted:
                 settings = settings.changed(role, **change)

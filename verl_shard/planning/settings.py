@@ -152,8 +152,8 @@ def _filled(role: Role, own: RoleConfig, actor: RoleConfig, workload: Workload, 
         if trained:  # as verl's own configuration has it
             defaults |= {"param_offload": False, "optimizer_offload": False, "offload_policy": False}
             defaults["gradient_checkpointing"] = True
-        if rollout:
-            defaults |= {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.5}
+        if rollout or (role == "reward" and own.device_type != "cpu"):
+            defaults |= {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.5}  # see EngineShares.completed
     values = {f.name: getattr(own, f.name) for f in fields(RoleConfig)}
     return RoleConfig(**{name: defaults.get(name) if value in _BLANK else value for name, value in values.items()})
 

@@ -13,7 +13,9 @@ from verl_shard.config.inventory import Inventory
 from verl_shard.config.roles import TRAINED, Role
 from verl_shard.config.workload import Workload
 from verl_shard.mapping.device_map import DeviceMap
+from verl_shard.memory.stock.micro_batch import Traces
 from verl_shard.memory.stock.phases import PhaseRow, stock_phases
+from verl_shard.planning.engine_share import EngineShares
 from verl_shard.planning.models import Models
 from verl_shard.planning.plan import Check, PlannedPhase
 from verl_shard.planning.rates import Rates
@@ -42,7 +44,7 @@ class StockEngine:
     inventory: Inventory
     models: Models
     rates: Rates | None = None
-    _traces: dict[Any, Any] = field(default_factory=dict)
+    _traces: Traces = field(default_factory=Traces)
     _rows: dict[Any, list[PhaseRow]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -52,11 +54,22 @@ class StockEngine:
             why = "verl gives every rank an equal shard, so that GPUs and nodes must be equal"
             raise config_error("unequal-gpus", "gpus", self.inventory.words, why, "Plan for equal ones")
 
+    def completed(self, settings: Settings) -> Settings:
+        return self._shares.completed(settings)
+
+    def can_run(self, settings: Settings) -> bool:
+        n = len(self.inventory)
+        sizes = [own.tensor_parallel_size or 1 for own in settings.roles.values()]
+        return all(n % size == 0 for size in sizes) and self._shares.can_start(settings)
+
+    @property
+    def _shares(self) -> EngineShares:
+        return EngineShares(self.models, self.workload, self.inventory)
+
     def evaluate(self, settings: Settings) -> Evaluation:
         rows = self._made(settings)
-        n = len(self.inventory)
         return Evaluation(
-            bytes={(row.phase, gpu): row.n_bytes for row in rows for gpu in range(n)},
+            bytes={(row.phase, 0): row.n_bytes for row in rows},  # ranks and cards are equal: the first stands for all
             limits={gpu.id: gpu.card.memory for gpu in self.inventory.gpus},
             seconds=sum(self._seconds(row, settings) for row in rows),
             host=dict.fromkeys(range(len(self.inventory.nodes)), max(row.host_bytes for row in rows)),

@@ -20,7 +20,7 @@ from verl_shard.models.read import read_model
 
 GB = 10**9
 OWN: dict[str, Any] = {"precision": "bf16-mixed", "micro_batch_size": 2}
-TRACES: Traces = {}
+TRACES = Traces()
 WORKLOAD = Workload(prompt_length=16, response_length=48, train_batch_size=16, remove_padding=True)
 _MODELS: dict[str, Any] = {}
 
@@ -132,9 +132,9 @@ def test_a_root_stays_gathered_after_scoring_with_fsdp_on_several_gpus() -> None
 
 def test_the_critic_has_verls_own_budget_of_tokens() -> None:
     spec, module = _models()["critic"]
-    seen: Traces = {}
+    seen = Traces()
     _rows("fsdp2", critic=RoleConfig(precision="bf16-mixed"), traces=seen)
-    (critic,) = [wanted for _, wanted in seen if wanted.output == "values" and wanted.training]
+    (critic,) = [wanted for _, wanted in seen.recordings if wanted.output == "values" and wanted.training]
     assert critic.sequences == WORKLOAD.train_batch_size // 4  # 32768 tokens are more than a rank has
     assert spec.task == "value"
     assert module is not None
@@ -146,15 +146,17 @@ def test_a_smaller_micro_batch_takes_less() -> None:
 
 
 def test_the_settings_of_the_logits_reach_the_micro_batches() -> None:
-    seen: Traces = {}
+    seen = Traces()
     _rows("fsdp2", actor=RoleConfig(**OWN, logits="chunked"), temperature=0.7, flash_attn=False, traces=seen)
-    made = {(m.output, m.training, m.entropy): m for _, m in seen}
+    made = {(m.output, m.training, m.entropy): m for _, m in seen.recordings}
     scored, trained = made["log_probs", False, "chunked"], made["log_probs", True, "none"]
     assert ("log_probs", False, "none") in made  # the ref's
     assert (scored.temperature, scored.flash, trained.flash, scored.fused) == (0.7, False, False, False)
-    seen.clear()
+    seen.recordings.clear()
     _rows("fsdp2", actor=RoleConfig(**OWN, logits="fused"), entropy_loss=True, traces=seen)
-    assert {m.entropy for _, m in seen if m.fused} == {"full"}  # in old_log_prob always, and here in the loss
+    assert {m.entropy for _, m in seen.recordings if m.fused} == {
+        "full"
+    }  # in old_log_prob always, and here in the loss
 
 
 def test_adapters_train_a_part_and_are_the_reference_too() -> None:
@@ -197,11 +199,11 @@ def test_all_that_verl_would_ignore_or_refuse_is_said_at_once() -> None:
 
 
 def test_a_recording_is_made_once() -> None:
-    seen: Traces = {}
+    seen = Traces()
     _rows("fsdp", traces=seen)
-    n = len(seen)
+    n = len(seen.recordings)
     _rows("fsdp2", 2, actor=RoleConfig(**OWN, param_offload=True), traces=seen)
-    assert len(seen) == n
+    assert len(seen.recordings) == n
 
 
 def test_a_role_knows_what_it_leaves() -> None:

@@ -5,9 +5,9 @@ FSDP's own memory is not in it; `timeline.py` puts it around.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from verl_shard.common.errors import ConfigError, config_error
+from verl_shard.memory.cached import cached_lora, description_of, kept_recording
 from verl_shard.memory.fake_model import fill_with_fakes, set_attention, set_checkpointing, without_memory
 from verl_shard.memory.fold import record_short
+from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.recording import GRADIENTS, WEIGHTS, Pieces, Recording
 from verl_shard.memory.stand_ins import as_on_gpu
@@ -62,8 +64,32 @@ class MicroBatch:
         return self.sequences * self.length
 
 
-Traces = MutableMapping[tuple[ModelSpec, MicroBatch], Recording]
-"""Recordings that were made before, for whoever asks again with other shardings."""
+@dataclass
+class Traces:
+    """What was made before, for whoever asks again with other shardings: recordings, and models under adapters.
+
+    Modules must not change meanwhile.
+    """
+
+    recordings: dict[tuple[ModelSpec, MicroBatch], Recording] = field(default_factory=dict)
+    _adapted: dict[Any, tuple[nn.Module, ModelSpec, nn.Module]] = field(default_factory=dict)
+    _described: dict[int, tuple[nn.Module, Hashable | None]] = field(default_factory=dict)
+
+    def adapted(self, spec: ModelSpec, module: nn.Module, wanted: PassSpec) -> tuple[ModelSpec, nn.Module]:
+        """The model under the adapters of `wanted`."""
+        key = (id(module), spec, wanted.lora_rank, wanted.gradient_checkpointing)
+        if key not in self._adapted:
+            self._adapted[key] = (
+                module,
+                *cached_lora(spec, module, wanted, self.described(module)),
+            )  # alive, so that its id stays its own
+        return self._adapted[key][1:]
+
+    def described(self, module: nn.Module) -> Hashable | None:
+        """What equal modules have in common."""
+        if id(module) not in self._described:
+            self._described[id(module)] = (module, description_of(module))
+        return self._described[id(module)][1]
 
 
 def record_micro_batch(
@@ -75,20 +101,25 @@ def record_micro_batch(
     Raises ConfigError for a model that cannot be run so.
     """
     key = (spec, wanted)
-    if traces is not None and key in traces:
-        return traces[key]
-    recording = record_short(
-        spec,
-        lambda: _prepared(module, wanted),
-        lambda pieces, _, copied: _run(spec, pieces, copied, wanted),
+    traces = Traces() if traces is None else traces
+    if key in traces.recordings:
+        return traces.recordings[key]
+    described = traces.described(module)
+    recording = kept_recording(
+        None if described is None else (*key, described),
+        lambda: record_short(
+            spec,
+            module,
+            lambda left_out: _prepared(module, wanted, left_out),
+            lambda pieces, _, copied: _run(spec, pieces, copied, wanted),
+        ),
     )
-    if traces is not None:
-        traces[key] = recording
+    traces.recordings[key] = recording
     return recording
 
 
-def _prepared(module: nn.Module, wanted: MicroBatch) -> nn.Module:
-    copied = without_memory(module)
+def _prepared(module: nn.Module, wanted: MicroBatch, left_out: Sequence[str]) -> nn.Module:
+    copied = without_memory(module, left_out)
     config = getattr(copied, "config", None)
     if isinstance(config, PretrainedConfig):
         config.use_cache = False

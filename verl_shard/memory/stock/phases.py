@@ -12,7 +12,6 @@ from verl_shard.common.errors import ConfigError, Finding
 from verl_shard.config.roles import Role, RoleConfig
 from verl_shard.config.workload import Workload
 from verl_shard.memory.constants import CUDA_CONTEXT, cublas_workspace
-from verl_shard.memory.estimate import with_lora
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.stock import terms
 from verl_shard.memory.stock.host import host_parts, load_part
@@ -108,13 +107,14 @@ def stock_phases(
         "flash_attn": flash_attn, "temperature": temperature, "entropy_loss": entropy_loss, "compiled": compiled,
     }  # fmt: skip
     apart = {"ref"} if roles["actor"].lora_rank else set()  # the actor without its adapters is the reference
+    kept = Traces() if traces is None else traces
     made = {
-        role: _role(role, models, own, backend, n_ranks)
+        role: _role(role, models, own, backend, n_ranks, kept)
         for role, own in roles.items()
         if role in _SHARDED and role not in apart
     }
     n_reward = models["reward"][0].n_params if "reward" in models else 0
-    step = _Step(made, roles, workload, n_reward, n_ranks, min(ranks_per_node, n_ranks), card_memory, settings, traces)
+    step = _Step(made, roles, workload, n_reward, n_ranks, min(ranks_per_node, n_ranks), card_memory, settings, kept)
     return step.rows()
 
 
@@ -160,13 +160,14 @@ def _role(
     own: RoleConfig,
     backend: ShardedBackend,
     n_ranks: int,
+    traces: Traces,
 ) -> StockRole:
     spec, module = models[role] if role in models else models["actor"]
     tied = getattr(getattr(module, "config", None), "tie_word_embeddings", None)
     if own.lora_rank:
         checkpointing = own.gradient_checkpointing is not False
         adapters = PassSpec(lora_rank=own.lora_rank, precision="bf16", gradient_checkpointing=checkpointing)
-        spec, module = with_lora(spec, module, adapters)
+        spec, module = traces.adapted(spec, module, adapters)
     return StockRole(role, spec, module, own, units_of(spec, backend, tied=tied), backend, n_ranks)
 
 
@@ -182,7 +183,7 @@ class _Step:
     on_node: int
     card: int
     settings: Mapping[str, Any]
-    traces: Traces | None
+    traces: Traces
 
     def rows(self) -> list[PhaseRow]:
         makers: dict[str, tuple[Role, Callable[[], list[Part]]]] = {

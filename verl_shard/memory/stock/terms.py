@@ -104,6 +104,12 @@ def engine_weights(n_params: int, tensor_parallel: int) -> int:
     return 2 * shard(n_params, tensor_parallel)
 
 
+def engine_cache(cache: int, tensor_parallel: int, kv_heads: int) -> int:
+    """cache / min(TP, heads): a rank's keys and values; heads are shared out, and repeated where there are fewer than
+    ranks (vllm/model_executor/models/qwen2.py; latents, which have one head, are on every rank)."""
+    return -(-cache // min(tensor_parallel, kv_heads))
+
+
 def exported_fsdp(n_params: int, n_aliases: int, ranks: int, held: int, *, root: int, layer: int) -> int:
     """What state_dict() makes of an fsdp module at the weight sync (get_per_tensor_param; torch's _state_dict_utils.py).
 
