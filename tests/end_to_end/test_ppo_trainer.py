@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from verl_shard import PPOTrainer
 from verl_shard.verl_plugin.overrides import RunSettings
@@ -84,6 +85,17 @@ def test_both_runners_do_the_same(settings: RunSettings, tmp_path: Path) -> None
     assert sorted(found) == sorted(expected)
     for step, metrics in expected.items():
         assert_same(found[step], metrics, step)
+
+    # Their weights are the same too, each saved as it says.
+    on_ray, here = (
+        transformers.AutoModelForCausalLM.from_pretrained(trainer.save(tmp_path / name)).state_dict()
+        for trainer, name in ((ray, "saved-ray"), (local, "saved-here"))
+    )
+    before = transformers.AutoModelForCausalLM.from_pretrained(settings.model).state_dict()
+    moved = {name: (weight - before[name]).norm() for name, weight in here.items()}
+    assert all(size > 0 for size in moved.values())
+    for name, weight in here.items():
+        assert (on_ray[name] - weight).norm() < 0.01 * moved[name], name
 
     # From the checkpoint that verl's trainer wrote after three steps, here.
     shutil.rmtree(tmp_path / "ray" / "checkpoints" / "global_step_5")

@@ -69,22 +69,18 @@ def test_memory_is_recorded_for_each_role_and_phase(ppo: tuple[RunFolder, Record
     assert {line["step"] for line in lines if line["phase"] == "train"} == {1, 2, 3, 4}
 
 
-def test_grpo_packed_and_checkpointed(run: Run, tmp_path: Path) -> None:
-    packed = ("actor_rollout_ref.model.use_remove_padding=true",)
-    _, records = run(tmp_path / "run", *packed, algorithm="grpo", steps=2, n=4, gradient_checkpointing=True)
+def test_grpo_with_adapters_packed_and_checkpointed(run: Run, tmp_path: Path) -> None:
+    set_by_hand = (
+        "actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.lora_alpha=8",
+    )  # fmt: skip
+    folder, records = run(tmp_path / "run", *set_by_hand, algorithm="grpo", steps=2, n=4, gradient_checkpointing=True)
     steps = steps_of(records)
     assert sorted(steps) == [1, 2]
     assert not any(name.startswith("critic/vf") for name in steps[1]), "GRPO has no critic"
     assert abs(steps[1]["actor/kl_loss"]) < 1e-5
-    assert steps[1]["training/rollout_probs_diff_max"] < 1e-4
-
-
-def test_lora(run: Run, tmp_path: Path) -> None:
-    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")
-    folder, records = run(tmp_path / "run", *lora, algorithm="grpo", steps=2)
-    steps = steps_of(records)
-    assert sorted(steps) == [1, 2]
-    assert steps[2]["training/rollout_probs_diff_max"] < 1e-4
+    for data in steps.values():
+        assert data["training/rollout_probs_diff_max"] < 1e-4
     checkpoint = whole_checkpoints(folder.path / "checkpoints")[2]
     meta = json.loads((checkpoint / "actor" / "lora_train_meta.json").read_text())
     assert meta["r"] == 4

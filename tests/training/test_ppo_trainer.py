@@ -17,6 +17,7 @@ from tests.training.conftest import PROMPTS, count_w4
 from verl_shard import ConfigError, PPOTrainer, RunError
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.notices import ShardNotice
+from verl_shard.config.run_folder import WHOLE
 
 Make = Callable[..., PPOTrainer]
 
@@ -223,3 +224,33 @@ def test_lora(trainer: Make) -> None:
     trained = [name for name, value in made.model.named_parameters() if value.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
+
+
+def test_on_ray_a_validation_is_a_launch_of_its_own_from_the_last_checkpoint(
+    trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What verl's main program is told, and what comes back of it; the program itself runs in tests/end_to_end."""
+    told: list[list[str]] = []
+    heard: list[int] = []
+
+    def verl(overrides: list[str], folder: Any, *, launch: Any, on_record: Any, **_: Any) -> None:
+        told.append(overrides)
+        record = {"step": launch.after_step, "data": {"val-core/quickstart/reward/mean@1": 0.25}}
+        launch.metrics_file.write_text(json.dumps(record) + "\n")
+        on_record(record)
+
+    monkeypatch.setattr("verl_shard.verl_plugin.launch.run_verl", verl)
+    monkeypatch.setattr("verl_shard.verl_plugin.fork_server.can_fork", lambda: False)
+    made = trainer(runner="verl", callbacks=[lambda _, step, __: heard.append(step)])
+    checkpoint = tmp_path / "run" / "checkpoints" / "global_step_2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / WHOLE).touch()
+    assert made.evaluate() == {"val-core/quickstart/reward/mean@1": 0.25}
+    (overrides,) = told
+    assert {"trainer.val_only=true", "trainer.val_before_train=true"} <= set(overrides)
+    assert any(text.startswith("trainer.resume_from_path=") and text.endswith("global_step_2") for text in overrides)
+    assert made.metrics == []
+    assert heard == []
+    for call, why in ((made.step, "callback"), (made.stop, "steps"), (made.save_checkpoint, "save_freq")):
+        with pytest.raises(ConfigError, match=why):
+            call()
