@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +282,32 @@ def test_one_process_has_the_gpus_of_one_node() -> None:
     apart = build_plan({"actor": small_qwen2()}, gpus=gpus, workload=WORK, side_by_side=True)
     for role in apart.roles.values():
         assert len({gpus.gpus[gpu].node for gpu in role.devices}) == 1
+
+
+def test_a_card_on_which_stock_verl_needs_every_offload() -> None:
+    """Just over what is left when all is on the host: the last remedies are taken, and the advice is about them."""
+    lean = {"micro_batch_size": 1, "lora_rank": 0, "logits": "fused"}
+    on_host = {"offload_policy": True}
+    critic = {name: value for name, value in (lean | on_host).items() if name != "logits"}
+    model = small_qwen2(hidden_size=512, intermediate_size=1280)
+    roomy = Inventory.declared(2, card=card(2**16))
+    given = {"gpus": roomy, "workload": WORK, "backend": "fsdp2"}
+    least = build_plan({"actor": {"model": model, **lean, **on_host}, "critic": critic}, **given)
+    without = build_plan(
+        {"actor": {"model": model, **lean}, "critic": {"micro_batch_size": 1, "lora_rank": 0}}, **given
+    )
+    # What does not depend on the card: all but the rollout engine, which generates alone with the least that it needs.
+    needed, resident = (
+        max(size for row in made.phases if row.phase != "generate" for size in row.peaks.values())
+        for made in (least, without)
+    )
+    assert needed < resident
+    tight = Inventory.declared(2, card=replace(card(0), memory=needed + 32 * MIB))
+    made = build_plan({"actor": model}, gpus=tight, workload=WORK, backend="fsdp2")
+    assert made.fits
+    names = {row.name for row in made.remedies}
+    assert "offload_policy" in names
+    on = {(row.role, row.what) for row in made.advice if row.on}
+    for role in ("actor", "critic"):
+        settings = made.roles[role].settings
+        assert {what for who, what in on if who == role} <= {name for name, value in settings.items() if value is True}

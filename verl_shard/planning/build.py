@@ -133,7 +133,7 @@ def _over_nodes(settings: Settings, inventory: Inventory, side_by_side: bool) ->
         nodes = {inventory.gpus[gpu].node for gpu in gpus if gpu < len(inventory)}
         if len(nodes) > 1:
             why = f"{len(gpus)} GPUs on {len(nodes)} nodes, and a device_map's one process has the {first} of its node"
-            fix = f'Name GPUs of one node, use side_by_side, plan for gpus={first}, or use backend="fsdp2"'
+            fix = f'Name GPUs of one node, plan roles side by side or for {first} GPUs, or use backend="fsdp2"'
             yield Finding(
                 "error", "several-nodes", f"{role}.devices", "" if own.devices is None else str(own.devices), why, fix
             )

@@ -24,9 +24,10 @@ _WAYS: dict[str, tuple[tuple[Role, str, dict[str, Any], dict[str, Any]], ...]] =
         ("critic", "optimizer_offload", {"optimizer_offload": True}, {"optimizer_offload": False}),
     ),
 }
+_POLICY_ON = {"offload_policy": True, "param_offload": False, "optimizer_offload": False}  # it has both of them in it
 _POLICY: tuple[tuple[Role, str, dict[str, Any], dict[str, Any]], ...] = (
-    ("actor", "offload_policy", {"offload_policy": True}, {"offload_policy": False}),
-    ("critic", "offload_policy", {"offload_policy": True}, {"offload_policy": False}),
+    ("actor", "offload_policy", _POLICY_ON, {"offload_policy": False}),
+    ("critic", "offload_policy", _POLICY_ON, {"offload_policy": False}),
 )
 
 
@@ -40,6 +41,8 @@ def advise(engine: Engine, settings: Settings) -> Iterator[Advice]:
     for role, what, on, off in (*ways, *(_POLICY if settings.backend == "fsdp2" else ())):
         own = settings.roles.get(role)
         if own is None or own.device_type == "cpu" or (role == "ref" and settings.ref_in_actor):
+            continue
+        if own.offload_policy and "offload_policy" not in on:
             continue
         is_on = all(getattr(own, name) == value for name, value in on.items())
         with_it = engine.evaluate(settings.changed(role, **on))
