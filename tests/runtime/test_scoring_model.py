@@ -9,21 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from judges import CONVERSATIONS, WORDS, alone, plain, save_judge, save_tokenizer
 
 from verl_shard.common.errors import ConfigError, RunError
 from verl_shard.common.notices import ShardNotice
 from verl_shard.runtime import scoring_model
 from verl_shard.runtime.scoring_inputs import without_task_head
 from verl_shard.runtime.scoring_model import ScoringModel
-
-WORDS = 60
-TEMPLATE = "{% for m in messages %}w7 {{ m['content'] }} {% endfor %}w8"
-CONVERSATIONS = [
-    [{"role": "user", "content": "w10 w11"}, {"role": "assistant", "content": text}]
-    for text in ("w12", "w13 w14 w15 w16 w17", "w18 w19", "w20 w21 w22 w23 w24 w25 w26 w27", "w28", "w29 w30 w31")
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,18 +24,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def save_tokenizer(folder: Path, *, words: int = WORDS, template: str | None = TEMPLATE, pad: str = "<pad>") -> Path:
-    """One token a word: "w12" is 12, and "|" is 4."""
-    special = {0: "<pad>", 2: "<eos>", 3: "<unk>", 4: "|"}
-    vocab = {special.get(n, f"w{n}"): n for n in range(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token="<eos>")
-    fast.chat_template = template
-    fast.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -59,39 +39,14 @@ def make(small_config: Callable[..., Any], tmp_path: Path) -> Callable[..., Path
         pad: int | None = 0,
         **fields: Any,
     ) -> Path:
-        torch.manual_seed(0)
         config = small_config(kind, vocab_size=WORDS, num_labels=num_labels, **fields)
-        config.pad_token_id = None
-        model = getattr(transformers, f"AutoModelFor{task}").from_config(config).float()
-        with torch.no_grad():
-            # Scores that differ clearly from one conversation to the next.
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(std=0.2)
-        model.config.pad_token_id = pad
-        model.save_pretrained(tmp_path / name)
-        return save_tokenizer(tmp_path / name)
+        return save_judge(tmp_path / name, config, task, pad=pad)
 
     return made
 
 
 def scorer(folder: Path, **options: Any) -> ScoringModel:
     return ScoringModel(folder, **{"dtype": "float32", **options})
-
-
-def plain(folder: Path, words: str, task: str = "SequenceClassification") -> torch.Tensor:
-    """The logits of one text alone, straight from transformers; the tokens are written out, not made by a tokenizer."""
-    model = getattr(transformers, f"AutoModelFor{task}").from_pretrained(folder, dtype=torch.float32).eval()
-    special = {"|": 4, "<eos>": 2}
-    ids = [special[word] if word in special else int(word[1:]) for word in words.split()]
-    with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.tensor([ids])).logits[0]
-    return logits
-
-
-def alone(folder: Path, conversation: Any) -> float:
-    """The score of one conversation in TEMPLATE."""
-    return float(plain(folder, f"w7 {conversation[0]['content']} w7 {conversation[1]['content']} w8")[0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 100])

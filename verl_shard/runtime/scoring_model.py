@@ -83,7 +83,7 @@ class ScoringModel:
         step_mark: str | None = None,
         too_long: str = "stop",
         empty_response: str = "stop",
-        batch_size: int = 8,
+        batch_size: int = 16,
     ) -> None:
         self.path = os.fspath(path)
         config = _without_impossible_padding(read_config(self.path), self.path)

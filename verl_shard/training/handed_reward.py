@@ -1,15 +1,20 @@
-"""The rewards of a run whose trainer is on Ray, in verl's reward worker: read from the run's folder."""
+"""The rewards of a run whose trainer is on Ray, in verl's reward worker: read from the run's folder.
+
+A reward model is not loaded in each of verl's reward workers: those of a node share one copy, in a process of its own.
+"""
 
 from __future__ import annotations
 
 import functools
 import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl_shard.common.errors import RunError
 from verl_shard.common.notices import run_dir
-from verl_shard.training.rewards import Rewards
+from verl_shard.training.reward_model import TRAINING, conversation
+from verl_shard.training.rewards import Rewards, ScoreMany
 
 FILE = "rewards.pkl"
 
@@ -40,11 +45,23 @@ def hand_over(rewards: Rewards, folder: Path) -> None:
             cloudpickle.unregister_pickle_by_value(module)
 
 
+def on_this_node(path: str, settings: Mapping[str, Any]) -> ScoreMany:
+    """A reward model in the one process of this node that has it."""
+    from verl_shard.verl_plugin.reward.actor import NodeModel
+
+    model = NodeModel(path, {**TRAINING, **settings})
+
+    def score_many(asked: Sequence[tuple[Sequence[Any], str]]) -> list[float]:
+        return model.score([conversation(messages, response) for messages, response in asked])
+
+    return score_many
+
+
 @functools.cache
 def _rewards(folder: Path) -> Rewards:
     found = pickle.loads((folder / FILE).read_bytes())
     assert isinstance(found, Rewards)
-    return found
+    return Rewards(found.parts, models=on_this_node)
 
 
 def compute_score(

@@ -7,7 +7,9 @@ from typing import Any
 
 from verl_shard.runtime.scoring_model import ScoringModel
 
-Message = dict[str, Any]
+Message = Mapping[str, Any]
+TRAINING: Mapping[str, Any] = {"empty_response": "score"}
+"""Where training differs from ScoringModel's defaults."""
 
 
 class RewardModel:
@@ -35,7 +37,7 @@ class RewardModel:
             devices=devices,
             dtype=dtype,
             attn_implementation=attn_implementation,
-            **{"empty_response": "score", **options},
+            **{**TRAINING, **options},
         )
 
     @property
@@ -57,6 +59,6 @@ class RewardModel:
         return self.scorer.score([conversation(messages, response) for messages, response in asked])
 
 
-def conversation(messages: Sequence[Message], response: str) -> list[Message]:
+def conversation(messages: Sequence[Any], response: str) -> list[Message]:
     """The messages with the response as the assistant's."""
     return [*messages, {"role": "assistant", "content": response}]

@@ -6,7 +6,8 @@ import importlib.util
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from verl_shard.common.errors import ConfigError, Finding, RunError, config_error
 
 Function = Callable[..., Any]
+ScoreMany = Callable[[Sequence[tuple[Sequence[Mapping[str, Any]], str]]], list[float]]
+"""Scores several (messages, response), in their order."""
 
 TAKES = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt", "response", "messages")
 """What a reward function may take, by name: verl's four, and the prompt's last message, the response (solution_str by
@@ -30,18 +33,33 @@ class Part:
     source: Any
     weight: float = 1.0
     model: Mapping[str, Any] | None = None
-    """For a model: how to load it (device, dtype, attn_implementation)."""
+    """For a model: how to load it and score with it, the arguments of RewardModel."""
+
+
+def load_here(path: str, settings: Mapping[str, Any]) -> ScoreMany:
+    """A reward model in this process."""
+    from verl_shard.training.reward_model import RewardModel
+
+    return RewardModel(path, **settings).score_many
 
 
 @dataclass
 class Rewards:
-    """All rewards of a run; can be pickled, and loads what it needs when it first scores."""
+    """All rewards of a run; can be pickled, and loads what it needs when it first scores.
+
+    models: how a reward model, by path and settings, comes to score; where a run is unpickled it may be another way.
+    """
 
     parts: tuple[Part, ...]
-    _ready: dict[str, Function] = field(default_factory=dict, repr=False)
+    models: Callable[[str, Mapping[str, Any]], ScoreMany] = load_here
+    _ready: dict[str, Any] = field(default_factory=dict, repr=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"parts": self.parts, "_ready": {}}
+        return {"parts": self.parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def compute_score(
         self,
@@ -55,35 +73,64 @@ class Rewards:
 
         Raises RunError for a score that is no finite number, with the reward's name and the response.
         """
-        info = dict(extra_info or {})
-        messages = json.loads(info.get(MESSAGES) or "[]")
-        given = {
-            "data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth, "extra_info": info,
-            "prompt": str(messages[-1]["content"]) if messages else "", "response": solution_str, "messages": messages,
-        }  # fmt: skip
-        results = [self._result(part, given) for part in self.parts]
-        if len(results) == 1 and self.parts[0].weight == 1.0:
-            return results[0]
-        numbers = [result["score"] if isinstance(result, Mapping) else result for result in results]
-        total = sum(part.weight * number for part, number in zip(self.parts, numbers, strict=True))
-        return {"score": total, **{part.name: number for part, number in zip(self.parts, numbers, strict=True)}}
+        return self.compute_scores([
+            {"data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth, "extra_info": extra_info}
+        ])[0]  # fmt: skip
 
-    def _result(self, part: Part, given: Mapping[str, Any]) -> Any:
-        if part.name not in self._ready:
-            self._ready[part.name] = _load(part)
-        function = self._ready[part.name]
-        result = function(**_arguments(function, given))
-        score: Any = result.get("score") if isinstance(result, Mapping) else result
-        try:
-            number = float(score)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            shown = given["solution_str"] if len(given["solution_str"]) < 200 else given["solution_str"][:200] + "..."
-            raise RunError(
-                f"the reward {part.name} gave {score!r}, which is no finite number, for the response {shown!r}"
-            )
-        return {**result, "score": number} if isinstance(result, Mapping) else number
+    def compute_scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """As compute_score, for several at once: a model scores them in batches. rows: the arguments of each."""
+        given = [_given(row) for row in rows]
+        by_part = [self._results(part, given) for part in self.parts]
+        if len(self.parts) == 1 and self.parts[0].weight == 1.0:
+            return by_part[0]
+        made = []
+        for results in zip(*by_part, strict=True):
+            numbers = [result["score"] if isinstance(result, Mapping) else result for result in results]
+            total = sum(part.weight * number for part, number in zip(self.parts, numbers, strict=True))
+            named = {part.name: number for part, number in zip(self.parts, numbers, strict=True)}
+            made.append({"score": total, **named})
+        return made
+
+    def _results(self, part: Part, given: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """What one reward says of each response, its score a finite number."""
+        with self._lock:
+            # verl's workers call from many threads, and a model is to be loaded once.
+            if part.name not in self._ready:
+                self._ready[part.name] = self._load(part)
+        ready = self._ready[part.name]
+        if part.model is not None:
+            results = ready([(row["messages"], row["response"]) for row in given])
+        else:
+            results = [ready(**_arguments(ready, row)) for row in given]
+        return [_checked(part, result, row["response"]) for result, row in zip(results, given, strict=True)]
+
+    def _load(self, part: Part) -> Any:
+        if part.model is not None:
+            return self.models(str(part.source), part.model)
+        return _named(part.source, "reward_model") if isinstance(part.source, str) else part.source
+
+
+def _given(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reward may take, by name."""
+    info = dict(row.get("extra_info") or {})
+    messages, response = json.loads(info.get(MESSAGES) or "[]"), row["solution_str"]
+    return {
+        "data_source": row["data_source"], "solution_str": response, "ground_truth": row["ground_truth"],
+        "extra_info": info, "prompt": str(messages[-1]["content"]) if messages else "", "response": response,
+        "messages": messages,
+    }  # fmt: skip
+
+
+def _checked(part: Part, result: Any, response: str) -> Any:
+    score: Any = result.get("score") if isinstance(result, Mapping) else result
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        shown = response if len(response) < 200 else response[:200] + "..."
+        raise RunError(f"the reward {part.name} gave {score!r}, which is no finite number, for the response {shown!r}")
+    return {**result, "score": number} if isinstance(result, Mapping) else number
 
 
 def read_rewards(given: Any, model_settings: Mapping[str, Any]) -> Rewards:
@@ -187,14 +234,6 @@ def _named(source: str, where: str) -> Function:
         raise config_error("no-reward-function", where, source, f"it has no function {name}", 'Write "file.py:name"')
     found: Function = function
     return found
-
-
-def _load(part: Part) -> Function:
-    if part.model is not None:
-        from verl_shard.training.reward_model import RewardModel
-
-        return RewardModel(str(part.source), **part.model).score
-    return _named(part.source, "reward_model") if isinstance(part.source, str) else part.source
 
 
 def _fault(code: str, where: str, given: object, why: str, fix: str) -> Finding:
