@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from verl_shard.planning.build import build_plan as build_plan
     from verl_shard.planning.plan import Plan as Plan
     from verl_shard.runtime.load import load_sharded as load_sharded
+    from verl_shard.runtime.offload import offload_model as offload_model
     from verl_shard.training.ppo_trainer import PPOTrainer as PPOTrainer
 
 _HOME = {
@@ -36,6 +37,7 @@ _HOME = {
     "build_plan": "verl_shard.planning.build",
     "Plan": "verl_shard.planning.plan",
     "load_sharded": "verl_shard.runtime.load",
+    "offload_model": "verl_shard.runtime.offload",
     "PPOTrainer": "verl_shard.training.ppo_trainer",
     "Finding": "verl_shard.common.errors",
     "ShardError": "verl_shard.common.errors",
