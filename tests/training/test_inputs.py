@@ -303,3 +303,38 @@ def test_without_data_the_quick_starts_is_taken_and_said() -> None:
     assert len(train) > 100
     assert val
     assert train[0]["data_source"].startswith("reasoning_gym/")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_scoring_roles_may_be_kept_in_host_memory(
+    read: Callable[..., Inputs], make_model: MakeModel, tmp_path: Path
+) -> None:
+    model, judge = make_model(), make_model("judge", task="SequenceClassification", num_labels=1)
+    asked = {
+        "actor": {"device": 0}, "critic": {"device": 0}, "ref": {"device": 1, "offload": "stream"},
+        "reward": {"device": 2, "offload": "auto"},
+    }  # fmt: skip
+    inputs = read(reward=judge, model_config=asked)
+    assert inputs.rewards is not None
+    assert inputs.rewards.parts[0].model == {
+        "device_map": {"": 2}, "dtype": "bfloat16", "attn_implementation": "sdpa", "offload": "auto",
+    }  # fmt: skip
+    models = dict.fromkeys(("actor", "critic", "ref"), str(model))
+    placement.lay_out(inputs.places, models, tmp_path / "plan.yaml")
+    assert read_role(tmp_path / "plan.yaml", "ref")["settings"] == {"offload": "stream"}
+    assert "settings" not in read_role(tmp_path / "plan.yaml", "actor")
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("role", "ppo", "why"),
+    [
+        ("actor", {}, "the actor is trained"),
+        ("critic", {}, "the critic is trained"),
+        ("rollout", {}, "it generates on the actor's own module"),
+        ("ref", {"lora_rank": 4}, "the reference is the actor without its adapters"),
+    ],
+)
+def test_roles_that_cannot_be_kept_in_host_memory(role: str, ppo: Any, why: str, read: Callable[..., Inputs]) -> None:
+    with pytest.raises(ConfigError, match=rf"model_config\['{role}'\]\['offload'\] = stream: .*{why}"):
+        read(model_config={role: {"offload": "stream"}}, ppo=ppo)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from runtime.fake_copies import FakeCopies
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models
 from verl.trainer.config import CheckpointConfig
@@ -18,8 +19,10 @@ from verl.workers.engine.base import EngineRegistry
 
 from verl_shard.common.errors import ConfigError
 from verl_shard.common.files import read_json_lines
-from verl_shard.common.notices import RUN_DIR_VARIABLE
+from verl_shard.common.notices import RUN_DIR_VARIABLE, ShardNotice
 from verl_shard.planning.plan_file import write_plan
+from verl_shard.runtime.offload import offload_of
+from verl_shard.runtime.stream_model import stream_model
 from verl_shard.verl_plugin import engine as module
 from verl_shard.verl_plugin.config import DeviceMapEngineConfig
 from verl_shard.verl_plugin.engine import ENGINES, DeviceMapEngine, resolve_precision
@@ -349,8 +352,34 @@ def test_a_run_that_is_not_as_planned_is_refused_with_what_to_set(folder: Path, 
     assert "actor_rollout_ref.model.enable_gradient_checkpointing=true" in found["actor.gradient_checkpointing"]
     assert "override_optimizer_config.fused=true" in found["actor.optimizer"]
     write_plan(plan, {"ref": {"device_map": "balanced", "settings": {"offload": "stream"}}})
-    with pytest.raises(ConfigError, match="does not keep weights in host memory yet"):
-        _engine(folder, role="ref", forward_only=True, plan=str(plan))
+    with pytest.raises(ConfigError, match=r"ref\.offload = cpu_offload: the plan has stream"):
+        _engine(folder, role="ref", forward_only=True, plan=str(plan), offload="cpu_offload")
+
+
+@pytest.mark.parametrize("how", ["plan", "setting"])
+def test_a_ref_that_streams_its_weights_scores_the_same(how: str, folder: Path, tmp_path: Path) -> None:
+    """On the CPU, with copies that arrive as late as they may; and without a GPU it is said that nothing is offloaded."""
+    write_plan(tmp_path / "plan.yaml", {"ref": {"device_map": "balanced", "settings": {"offload": "stream"}}})
+    asked = {"plan": {"plan": str(tmp_path / "plan.yaml")}, "setting": {"offload": "stream"}}[how]
+    with pytest.warns(ShardNotice, match="offload = stream: it computes on the CPU"):
+        engine = _engine(folder, role="ref", forward_only=True, **asked)
+    expected = _infer(engine)
+    told = offload_of(engine.module)
+    assert told is not None
+    assert told.streamed is None
+    copies = FakeCopies()
+    streamed = stream_model(engine.module, {"": copies.device}, copies=lambda _: copies)
+    for mine, theirs in zip(_infer(engine), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    layers = engine.module.model.layers
+    assert streamed.pinned_bytes >= sum(p.nbytes for p in layers.parameters())
+    assert len([entry for entry in copies.log if entry[0] == "copy"]) == 2 * len(layers)  # two micro-batches
+
+
+@pytest.mark.parametrize(("role", "offload"), [("actor", "stream"), ("critic", "auto"), ("ref", "disk")])
+def test_ways_to_offload_that_are_refused(role: str, offload: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{role}\.device_map\.offload = {offload}"):
+        DeviceMapEngineConfig(role=role, offload=offload)
 
 
 def test_a_plan_that_offloads_a_trainable_role_is_refused(folder: Path, tmp_path: Path) -> None:

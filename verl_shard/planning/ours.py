@@ -119,9 +119,6 @@ class OurEngine:
         there = self.inventory.nodes[0].host_memory
         level = "ok" if there is None or host <= there else "fault"
         of = "not given" if there is None else format_bytes(there)
-        if streaming := [role for role, own in settings.roles.items() if own.offload == "stream"]:
-            why = f"{', '.join(streaming)}: planned, and refused by the engine, which does not stream weights yet"
-            found.append(Check("warning", "offload=stream", why))
         found.append(Check(level, "host memory", f"{format_bytes(host)} of weights are kept there; the host's is {of}"))
         return found
 

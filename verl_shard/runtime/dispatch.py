@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from verl_shard.models.devices import torch_device
+from verl_shard.models.spec import device_of
 
 
 def input_device(model: torch.nn.Module) -> torch.device:
-    """The device of the input embedding, where token ids belong."""
+    """The device of the input embedding, where token ids belong; of an offloaded model, where it computes."""
     find = getattr(model, "get_input_embeddings", None)
     embedding = find() if find is not None else None
+    if "_verl_shard_offload" in vars(model):  # its weights are on the host, or on meta, and visit the device
+        applied: Any = model.hf_device_map
+        placed = {name: torch_device(device) for name, device in applied.items()}
+        path = next((name for name, module in model.named_modules() if module is embedding), "")
+        return device_of(placed, path)
     weight = next(embedding.parameters()) if embedding is not None else next(model.parameters())
     return weight.device
 

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from verl_shard.common.errors import ConfigError, DoesNotFitError, config_error
 from verl_shard.common.notices import notice
+from verl_shard.config.roles import Offload
 from verl_shard.mapping.build import build_device_map
 from verl_shard.mapping.check import check_device_map
 from verl_shard.mapping.devices import DeviceId, parse_device
@@ -41,6 +42,7 @@ def load_sharded(
     max_memory: Mapping[Any, int | str] | None = None,
     devices: Iterable[object] | str | None = None,
     strict: bool = False,
+    offload: Offload = "none",
     autocast_dtype: str | torch.dtype | None = None,
     config: PretrainedConfig | None = None,
     trust_remote_code: bool = False,
@@ -50,7 +52,7 @@ def load_sharded(
 
     device_map: "balanced" makes the map with build_device_map over `devices` (by default all GPUs torch sees), within
         `max_memory`; a DeviceMap or a dict is checked with check_device_map first; 0, "cuda:0" or "cpu" is that one
-        device. Nothing is ever offloaded. On a machine without a GPU "balanced" is the CPU, which a notice says.
+        device. On a machine without a GPU "balanced" is the CPU, which a notice says.
     task: "causal-lm", "reward" (a sequence classifier with one label), "process-reward" or "value" (a token classifier,
         with one label for "value"); by default what the architecture says. A checkpoint without a value head gets a
         new, random one; so does "reward", and a notice says it.
@@ -61,6 +63,8 @@ def load_sharded(
         model comes back in eval mode, as from from_pretrained.
     max_memory, devices: as for build_device_map; with "balanced" only.
     strict: raise ConfigError wherever a notice would say that something else is used.
+    offload: nothing is offloaded, unless this says so of a model that only scores: its weights stay in host memory as
+        offload_model does it, the map says where it computes, and no GPU ever holds all of its share.
     autocast_dtype: what forward passes will be autocast to; lets fp32 weights use flash attention.
     config: a configuration to use instead of the one at the path; it is copied, not changed.
     model_kwargs: keywords of from_pretrained, such as revision or quantization_config, and fields of the configuration
@@ -98,12 +102,15 @@ def load_sharded(
     if gradient_checkpointing and not getattr(on_meta, "supports_gradient_checkpointing", False):
         why = f"{spec.architecture} does not support it"
         raise config_error("no-checkpointing", "gradient_checkpointing", True, why, "Leave it out")
+    if offload != "none" and gradient_checkpointing:
+        why = "it is for training, and weights kept in host memory are not trained"
+        raise config_error("offloaded-and-trainable", "offload", offload, why, "Leave one of them out")
     del on_meta
 
     cls = auto_class(made, chosen_task)
     arguments = {
         "config": made,
-        "device_map": dict(placed),
+        "device_map": dict(placed) if offload == "none" else {"": "cpu"},
         "dtype": weights_dtype,
         "attn_implementation": attention,
         "trust_remote_code": trust_remote_code,
@@ -111,8 +118,14 @@ def load_sharded(
     }
     model, missing = _read_weights(cls, spec, arguments)
     _check_missing(spec, missing, strict)
+    if offload == "none":
+        check_placement(model, placed)
+    else:
+        from verl_shard.runtime.offload import offload_model
+
+        check_placement(model, {"": "cpu"})
+        model = offload_model(model.requires_grad_(False), placed, offload=offload)
     model.hf_device_map = dict(placed)
-    check_placement(model, placed)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         check_checkpointing(model)

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.config.roles import Offload
 from verl_shard.mapping.devices import parse_device
 from verl_shard.models.dtypes import parse_dtype
 
@@ -124,6 +125,9 @@ KEYS = (
         _choice("bf16-mixed", "bf16", "fp32")),
     Key("model_config", "attn_implementation", "The attention, by transformers' name. By default sdpa.",
         _choice("sdpa", "eager", "flash_attention_2"), True),
+    Key("model_config", "offload", "Of ref and reward: stream keeps the blocks in host memory and copies each in while others "
+        "compute; or accelerate's cpu_offload or cpu_offload_with_hook, many times slower; auto where the GPU lacks room. [none]",
+        _choice(*get_args(Offload))),
     Key("generation_config", "max_new_tokens", "The longest response, in tokens. [128]", _count, True),
     Key("generation_config", "do_sample", "True, as it always is: PPO learns from samples. False is refused.",
         _only(True, "a greedy response explores nothing, and PPO learns from samples"), True),
@@ -180,7 +184,6 @@ REFUSED = {
     ("ppo_config", "cliprange"): "write clip_ratio",
     ("ppo_config", "model_name"): "the model is PPOTrainer's actor_model",
     ("model_config", "max_memory"): "write device_map=build_device_map(model, devices=[...], max_memory={...})",
-    ("model_config", "offload"): "weights of a role are where its device_map says; lay it over more GPUs with devices",
     ("model_config", "load_in_8bit"): "quantized weights are not trained; leave it out",
     ("model_config", "load_in_4bit"): "quantized weights are not trained; leave it out",
 }  # fmt: skip

@@ -121,6 +121,8 @@ def _loading(place: RolePlace, *, cpu: bool) -> dict[str, Any]:
     """How a reward model is loaded: the arguments of RewardModel."""
     dtype = dtype_name(place.dtype) if place.dtype is not None else "float32" if cpu else "bfloat16"
     loading: dict[str, Any] = {"dtype": dtype, "attn_implementation": place.attn_implementation}
+    if place.offload != "none":
+        loading["offload"] = place.offload
     if place.device_map is not None:
         return loading | {"device_map": dict(place.device_map)}
     if len(place.devices) > 1:

@@ -33,6 +33,7 @@ class RolePlace:
     dtype: torch.dtype | None
     precision: str | None
     attn_implementation: str
+    offload: str = "none"
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,15 @@ def _place(role: str, section: Mapping[str, Any], share: tuple[DeviceId, ...], *
     except ConfigError as error:
         faults += error.findings
         precision = None
+    offload = section.get("offload", "none")
+    if offload != "none" and role in TRAINED:
+        why = f"the {role} is trained, and weights kept in host memory are copied in for a forward only"
+        fix = "Leave it out: use_gradient_checkpointing, a smaller micro_batch_size, lora_rank or more GPUs lower its memory"
+        faults.append(_fault("offloaded-and-trainable", f"{where}['offload']", offload, why, fix))
     if faults:
         raise ConfigError(faults)
     attention = section.get("attn_implementation", "sdpa")
-    return RolePlace(devices, section.get("device_map"), dtype, precision, attention)
+    return RolePlace(devices, section.get("device_map"), dtype, precision, attention, offload)
 
 
 def _precision(role: str, dtype: torch.dtype | None, given: str | None, *, cpu: bool, where: str) -> str:
@@ -175,6 +181,8 @@ def _conflicts(values: Mapping[str, Mapping[str, Any]], *, lora: bool) -> list[F
             )
             fix = "Leave out its devices"
             found.append(_fault("device-conflict", f"model_config[{role!r}]", shown, f"{why}, which has {theirs}", fix))
+        if (offload := values.get(role, {}).get("offload", "none")) != "none":
+            found.append(_fault("no-effect", f"model_config[{role!r}]['offload']", offload, why, "Leave it out"))
     return found
 
 
@@ -208,6 +216,7 @@ def lay_out(places: Places, models: Mapping[str, str], path: Path, **pass_fields
             "precision": place.precision,
             "attn_implementation": place.attn_implementation,
             "loads": loads,
+            **({"settings": {"offload": place.offload}} if place.offload != "none" else {}),
             # The one model that verl's configuration has no place for.
             **({"model": models["ref"]} if role == "ref" and models["ref"] != models["actor"] else {}),
         }

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig
 from verl.workers.config.engine import EngineConfig
 
 from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.config.roles import Offload
 
 PRECISIONS = ("bf16-mixed", "bf16", "fp32")
 ROLES = ("actor", "critic", "ref")
+OFFLOADS = get_args(Offload)
 
 # What FSDPEngineConfig brings and this engine does not read; each with what to write instead.
 _UNUSED = {
@@ -45,6 +47,10 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
         fp32 on the CPU.
     strict: raise instead of falling back when the attention asked for cannot run.
     max_memory: bytes for each GPU id, or text such as "80GiB"; a balanced map stays under it.
+    offload: of a ref, where its weights are between forwards: "stream" keeps its blocks in pinned host memory and copies
+        each in while others compute, which frees all but a few blocks' memory and costs no time where a micro-batch
+        computes for longer than its weights take over the link; "cpu_offload" and "cpu_offload_with_hook" are
+        accelerate's, many times slower; "auto" streams where the GPU has no room; "none".
     """
 
     strategy: str = "device_map"
@@ -54,6 +60,7 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
     precision: str | None = None
     strict: bool = False
     max_memory: dict[Any, Any] | None = None
+    offload: str = "none"
     use_torch_compile: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +88,12 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
                   'Use "balanced", or a map from module name to GPU id')  # fmt: skip
         if isinstance(self.device_map, Mapping) and not self.forward_only:
             faults += untrainable(self.device_map, f"{where}.device_map")
+        if self.offload not in OFFLOADS:
+            fault("unknown-offload", "offload", self.offload, "no such way", f"Use one of {', '.join(OFFLOADS)}")
+        elif self.offload != "none" and self.role != "ref":
+            fault("offloaded-and-trainable", "offload", self.offload,
+                  f"the {self.role} is trained, and weights kept in host memory are copied in for a forward only",
+                  "Leave it out; it is for the ref")  # fmt: skip
         for item in fields(FSDPEngineConfig):
             default = item.default_factory() if item.default_factory is not MISSING else item.default
             if item.name in _UNUSED and getattr(self, item.name) != default:
@@ -130,10 +143,11 @@ def not_as_planned(settings: Mapping[str, Any], role: str, engine: Any, model: A
             found.append(
                 Finding("error", "not-as-planned", f"{role}.{name}", str(there), why, f"Set {fix}, or plan again")
             )
-    if settings.get("offload") not in (None, "none"):
-        why = "the engine does not keep weights in host memory yet"
-        fix = f"Plan with {role}.offload=none"
-        found.append(Finding("error", "not-as-planned", f"{role}.offload", str(settings["offload"]), why, fix))
+    planned, there = settings.get("offload"), engine.offload
+    if planned is not None and there not in ("none", planned):
+        why = f"the plan has {planned}, and the run is configured otherwise"
+        fix = f"Leave out {role}.device_map.offload: it is the plan's"
+        found.append(Finding("error", "not-as-planned", f"{role}.offload", there, why, fix))
     return found
 
 

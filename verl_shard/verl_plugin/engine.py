@@ -119,6 +119,7 @@ class DeviceMapEngine(FSDPEngine):
                 config=config,
                 trust_remote_code=model.trust_remote_code,
                 autocast_dtype=self._autocast_dtype,
+                offload=settings.get("offload") or engine.offload,
             )
         if model.use_fused_kernels:
             hooks.patch_fused_kernels(module, model)
