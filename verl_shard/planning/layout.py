@@ -28,7 +28,7 @@ from verl_shard.planning.settings import Settings
 Run = tuple[int, int]
 SWEEPS = 4
 STREAM_BUFFERS = 2
-"""Blocks of a streamed model that are on the GPU: the one that runs and two that are copied ahead of it."""
+"""Blocks of a streamed model that are on the GPU: the one that runs and the one that is copied (offload_model's `ahead`)."""
 
 
 def limit_of(card: Card) -> int:

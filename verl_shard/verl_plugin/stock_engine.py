@@ -44,6 +44,8 @@ class Setup:
     optimizer_offload: bool = False
     use_torch_compile: bool = False
     attn_implementation: str = "sdpa"
+    ref_offload: str = "none"
+    """Of our engine's reference."""
 
     @property
     def token_budget(self) -> int:
@@ -279,7 +281,7 @@ def _ours(role: Role, setup: Setup) -> Any:
     return DeviceMapEngineConfig(
         role=role, device_map="cpu" if get_device_name() == "cpu" else {"": 0}, precision=precision,
         forward_only=role == "ref", use_dynamic_bsz=False, micro_batch_size_per_gpu=micro,
-        infer_micro_batch_size_per_gpu=micro,
+        infer_micro_batch_size_per_gpu=micro, offload=setup.ref_offload if role == "ref" else "none",
     )  # fmt: skip
 
 
