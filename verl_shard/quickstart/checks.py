@@ -30,14 +30,14 @@ def check_model(path: str | Path) -> None:
     """
     folder = Path(path).expanduser()
     if str(path) and folder.is_dir():
-        faults = _folder_faults(folder)
+        faults = folder_faults(folder, "--model")
     elif folder.is_file():
-        faults = [_model_fault("not-a-folder", path, "it is a file", "Name the folder that the file is in")]
+        faults = [_fault("not-a-folder", "--model", path, "it is a file", "Name the folder that the file is in")]
     elif _HUB_ID.fullmatch(str(path)):
         faults = []
     else:
         fix = "Name a folder that is there, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
-        faults = [_model_fault("no-model-folder", path, "there is no such folder, and it is no hub id", fix)]
+        faults = [_fault("no-model-folder", "--model", path, "there is no such folder, and it is no hub id", fix)]
     if faults:
         raise ConfigError(faults)
 
@@ -49,33 +49,35 @@ def check_data(files: Sequence[Path]) -> None:
     """
     faults = [fault for path in files for fault in _file_faults(Path(path))]
     if not files:
-        faults = [_data_fault("no-data", "", "no file is given", "Name a parquet file")]
+        faults = [_fault("no-data", "--data", "", "no file is given", "Name a parquet file")]
     if faults:
         raise ConfigError(faults)
 
 
-def _folder_faults(folder: Path) -> list[Finding]:
+def folder_faults(folder: Path, where: str, *, needs_template: bool = True) -> list[Finding]:
+    """What a folder lacks to be a model's with its tokenizer. where: the flag that names it."""
     if not any(folder.iterdir()):
-        return [
-            _model_fault("empty-model-folder", folder, "the folder is empty", "Save a model and its tokenizer there")
-        ]
+        why, fix = "the folder is empty", "Save a model and its tokenizer there"
+        return [_fault("empty-model-folder", where, folder, why, fix)]
     faults = []
     config = folder / "config.json"
     if not config.is_file():
         fix = "Save the model there with save_pretrained, which writes it"
-        faults.append(_model_fault("no-model-config", folder, "it has no config.json", fix))
+        faults.append(_fault("no-model-config", where, folder, "it has no config.json", fix))
     elif not isinstance(_json(config), dict):
-        faults.append(_model_fault("bad-model-config", folder, "its config.json is not a JSON object", "Save it again"))
+        faults.append(
+            _fault("bad-model-config", where, folder, "its config.json is not a JSON object", "Save it again")
+        )
     if not _any_file(folder, _TOKENIZERS):
         why = f"it has no tokenizer (none of {', '.join(_TOKENIZERS)})"
-        faults.append(_model_fault("no-tokenizer", folder, why, "Save the tokenizer there with save_pretrained"))
-    elif not _has_chat_template(folder):
+        faults.append(_fault("no-tokenizer", where, folder, why, "Save the tokenizer there with save_pretrained"))
+    elif needs_template and not _has_chat_template(folder):
         why = "its tokenizer has no chat template, and prompts are lists of messages"
         fix = "Set tokenizer.chat_template and save the tokenizer there, or take the model's chat version"
-        faults.append(_model_fault("no-chat-template", folder, why, fix))
+        faults.append(_fault("no-chat-template", where, folder, why, fix))
     if not _any_file(folder, _WEIGHTS):
         why = f"it has no weights (none of {', '.join(_WEIGHTS)})"
-        faults.append(_model_fault("no-weights", folder, why, "Save the model there with save_pretrained"))
+        faults.append(_fault("no-weights", where, folder, why, "Save the model there with save_pretrained"))
     return faults
 
 
@@ -104,24 +106,24 @@ def _file_faults(path: Path) -> list[Finding]:
 
     if not path.is_file():
         why = "it is a folder" if path.is_dir() else "there is no such file"
-        return [_data_fault("no-data-file", path, why, "Name a parquet file that is there")]
+        return [_fault("no-data-file", "--data", path, why, "Name a parquet file that is there")]
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
         why = f"it cannot be read as parquet ({str(error).splitlines()[0]})"
-        return [_data_fault("not-parquet", path, why, "Write it with pandas' to_parquet, for example")]
+        return [_fault("not-parquet", "--data", path, why, "Write it with pandas' to_parquet, for example")]
     if table.num_rows == 0:
-        return [_data_fault("no-rows", path, "it has no rows", "Name a file with data")]
+        return [_fault("no-rows", "--data", path, "it has no rows", "Name a file with data")]
     faults = []
     for column, wanted, is_right in _COLUMNS:
         if column not in table.column_names:
             why = f"it has no column {column} (it has {', '.join(table.column_names)})"
-            faults.append(_data_fault("missing-column", path, why, f"Add the column: {wanted}"))
+            faults.append(_fault("missing-column", "--data", path, why, f"Add the column: {wanted}"))
             continue
         wrong = [index for index, value in enumerate(table.column(column).to_pylist()) if not is_right(value)]
         if wrong:
             why = f"in {len(wrong)} of {table.num_rows} rows {column} is not {wanted}, first in row {wrong[0]}"
-            faults.append(_data_fault("bad-column", path, why, "Mend these rows or take them out"))
+            faults.append(_fault("bad-column", "--data", path, why, "Mend these rows or take them out"))
     return faults
 
 
@@ -148,9 +150,5 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 )
 
 
-def _model_fault(code: str, given: object, why: str, fix: str) -> Finding:
-    return Finding("error", code, "--model", str(given), why, fix)
-
-
-def _data_fault(code: str, given: object, why: str, fix: str) -> Finding:
-    return Finding("error", code, "--data", str(given), why, fix)
+def _fault(code: str, where: str, given: object, why: str, fix: str) -> Finding:
+    return Finding("error", code, where, str(given), why, fix)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,11 @@ from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.planning.plan_file import write_plan
 from verl_shard.quickstart import checks
 from verl_shard.quickstart.check_names import check_reward, check_tasks
+from verl_shard.quickstart.check_reward_model import check_reward_model, choose_dtype
 from verl_shard.quickstart.data import write_data
 from verl_shard.quickstart.lengths import OWN_RESPONSE, choose_lengths
-from verl_shard.quickstart.options import QuickstartOptions
+from verl_shard.quickstart.model_reward import FUNCTION, add_messages
+from verl_shard.quickstart.options import DEMO, QuickstartOptions
 from verl_shard.quickstart.warmup import MAX_RESPONSE_LENGTH
 from verl_shard.verl_plugin.overrides import RunSettings
 
@@ -61,7 +64,7 @@ def choose_device(gpus: int | None) -> Device:
 
 
 def check_inputs(options: QuickstartOptions) -> None:
-    """Raises ConfigError with all that is wrong with the model, the data and the reward. Makes nothing."""
+    """Raises ConfigError with all that is wrong with the models, the data and the reward. Makes nothing."""
     faults: list[Finding] = []
     if options.data and options.model is None:
         why = "the small model knows only the reasoning-gym tasks"
@@ -73,6 +76,8 @@ def check_inputs(options: QuickstartOptions) -> None:
         calls.append(partial(checks.check_data, [*options.data, *options.val_data]))
     if options.reward is not None:
         calls.append(partial(check_reward, options.reward))
+    if options.reward_model not in (None, DEMO):
+        calls.append(partial(check_reward_model, str(options.reward_model)))
     for call in calls:
         try:
             call()
@@ -95,6 +100,8 @@ def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, 
             n_val=N_VAL,
             **({"tasks": options.task} if options.task else {}),
         )
+    if options.reward_model is not None:
+        add_messages(files)
     if options.model is not None:
         folder = Path(options.model).expanduser()
         return files, folder.resolve() if folder.is_dir() else options.model
@@ -105,28 +112,76 @@ def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, 
 
 def teach(model: Path | str, files: DataFiles, seed: int) -> None:
     """The supervised warm-up of the small model, with a progress bar."""
-    from rich.progress import BarColumn, Progress, TextColumn
-
     from verl_shard.quickstart.warmup import warm_up
 
-    columns = (
-        TextColumn("warm-up on worked answers"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]}"),
-    )
     err.print(
         "Teaching the small model on worked answers; a share of them lacks the answer's tags, which RL then has to learn"
     )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        bar = progress.add_task("", total=None, loss="")
-        result = warm_up(
-            Path(model), files, seed=seed,
-            progress=lambda step, total, loss: progress.update(bar, completed=step, total=total, loss=f"{loss:.3f}"),
-        )  # fmt: skip
+    with _progress("warm-up on worked answers") as progress:
+        result = warm_up(Path(model), files, seed=seed, progress=progress)
     err.print(
         f"Warm-up on worked answers: {result.steps} steps, {format_seconds(result.seconds)}, "
         f"validation reward {result.val_reward:.3f}"
     )
+
+
+def make_scoring(options: QuickstartOptions, run: RunFolder, files: DataFiles, model: Path | str) -> dict[str, Any]:
+    """How the rewards of a run with a reward model are made, as run.json keeps it: its folder, which the demo's is trained
+    for first, its dtype, and the reward function that is measured beside it, if there is one.
+
+    model: the policy; where it is the quick start's own, the demo begins with what its warm-up learned.
+    """
+    if options.reward_model == DEMO:
+        base = Path(model)
+        if options.model is not None:
+            from verl_shard.quickstart.model import make_model
+
+            err.print("The demo reward model begins with the small model, which is made for it")
+            base = make_model(run.path / "reward_model", files, seed=options.seed)
+            teach(base, files, options.seed)
+        folder = _train_demo(base, run.path / "reward_model", files, options.seed)
+    else:
+        folder = Path(str(options.reward_model)).expanduser()
+    return {"folder": str(folder.resolve()), "dtype": choose_dtype(folder), "exact": _function(options)}
+
+
+def _train_demo(base: Path, folder: Path, files: DataFiles, seed: int) -> Path:
+    """Trains the demo reward model, with a progress bar; returns its folder."""
+    from verl_shard.quickstart.demo_reward import train_demo
+
+    err.print("Training a reward model on right and wrong answers to the tasks")
+    with _progress("reward model on pairs of answers") as progress:
+        result = train_demo(base, folder, files, seed=seed, progress=progress)
+    kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in sorted(result.by_kind.items(), key=lambda item: item[1]))
+    err.print(
+        f"Reward model: {result.steps} steps, {format_seconds(result.seconds)}; it ranks the right answer first in "
+        f"{result.accuracy:.0%} of {result.pairs} held-out pairs (by what is wrong: {kinds}). It is in {folder}",
+        soft_wrap=True,
+    )
+    return folder
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int, float], None]]:
+    """A bar for a training of ours, which is told of each step, all steps and the loss."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn(title),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]}"),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        bar = progress.add_task("", total=None, loss="")
+        yield lambda step, total, loss: progress.update(bar, completed=step, total=total, loss=f"{loss:.3f}")
+
+
+def _function(options: QuickstartOptions) -> str | None:
+    """The reward function of a run as verl takes it; None is verl's own by data_source."""
+    if options.reward is not None:
+        path, _, name = options.reward.rpartition(":")
+        return f"{Path(path).resolve()}:{name}"
+    return None if options.data else REWARD
 
 
 def own_data(options: QuickstartOptions, folder: Path) -> DataFiles:
@@ -198,16 +253,12 @@ def settings_for(
         batch_size=batch,
     )
     micro = options.micro_batch_size or math.gcd(defaults["micro_batch_size"], batch * n)
-    reward = options.reward or (None if options.data else REWARD)
-    if options.reward is not None:
-        path, _, name = options.reward.rpartition(":")
-        reward = f"{Path(path).resolve()}:{name}"
     return RunSettings(
         algorithm=options.algorithm,
         model=model,
         train_files=(files.train.resolve(),),
         val_files=(files.val.resolve(),),
-        reward=reward,
+        reward=_function(options) if options.reward_model is None else FUNCTION,
         plan=(run.path / "plan.yaml").resolve(),
         checkpoints=(run.path / "checkpoints").resolve(),
         steps=options.steps,

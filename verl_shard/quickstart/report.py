@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from verl_shard.common.pictures import ACCENT, SOFT, STRONG, new_figure, save_png
 from verl_shard.common.tables import table
-from verl_shard.quickstart.watch import KLS, LENGTH, REWARD, THROUGHPUT, Record, is_step, validation_reward, value
+from verl_shard.quickstart.watch import (
+    KLS,
+    LENGTH,
+    REWARD,
+    THROUGHPUT,
+    Record,
+    exact_validation,
+    is_step,
+    validation_reward,
+    value,
+)
 
 WINDOW = 10
 """Steps that the picture's smooth line averages over."""
@@ -17,7 +27,16 @@ WINDOW = 10
 
 def validations(records: Sequence[Record]) -> list[tuple[int, float]]:
     """(step, validation reward), in order."""
-    return [(record["step"], score) for record in records if (score := validation_reward(record)) is not None]
+    return _over_steps(records, validation_reward)
+
+
+def exact_validations(records: Sequence[Record]) -> list[tuple[int, float]]:
+    """(step, exact reward on the same answers), in order, of a run that a reward model scores."""
+    return _over_steps(records, exact_validation)
+
+
+def _over_steps(records: Sequence[Record], read: Callable[[Record], float | None]) -> list[tuple[int, float]]:
+    return [(record["step"], score) for record in records if (score := read(record)) is not None]
 
 
 def summary_table(records: Sequence[Record]) -> Table:
@@ -38,9 +57,13 @@ def summary_table(records: Sequence[Record]) -> Table:
             first, last = numbers[:window], numbers[-window:]
             means = (sum(first) / len(first), sum(last) / len(last))
             rows.append((name, *(f"{mean:.{digits}f}" for mean in means)))
-    scores = validations(records)
-    if scores:
-        rows.append(("validation reward", f"{scores[0][1]:.3f}", f"{scores[-1][1]:.3f}"))
+    exact = exact_validations(records)
+    for name, scores in (
+        ("validation, reward model's score" if exact else "validation reward", validations(records)),
+        ("validation, exact reward", exact),
+    ):
+        if scores:
+            rows.append((name, f"{scores[0][1]:.3f}", f"{scores[-1][1]:.3f}"))
     return table(f"{len(steps)} steps", ("", "first", "last"), rows)
 
 
@@ -49,17 +72,23 @@ def _count(steps: int) -> str:
 
 
 def sentence(records: Sequence[Record]) -> str:
-    """The run in one sentence: the validation reward before and after."""
+    """The run in one sentence: the validation reward before and after; of a reward model its score, and the exact reward."""
     scores, steps = validations(records), sum(map(is_step, records))
     if len(scores) < 2:
         return f"{_count(steps)} ran; the validation reward was measured fewer than two times."
     (first_step, before), (last_step, after) = scores[0], scores[-1]
+    ran, exact = _count(last_step - first_step), exact_validations(records)
+    if not exact:
+        return f"{ran} of RL {_changed('the validation reward', before, after)}."
+    model = _changed("the reward model's validation score", before, after)
+    return f"{ran} of RL {model}, and {_changed('the exact reward, which it was not trained on,', exact[0][1], exact[-1][1])}."
+
+
+def _changed(what: str, before: float, after: float) -> str:
     change = after - before
-    verb = "raised" if change > 0 else "lowered" if change < 0 else "left"
     if change == 0:
-        return f"{_count(last_step - first_step)} of RL left the validation reward at {before:.3f}."
-    ran = _count(last_step - first_step)
-    return f"{ran} of RL {verb} the validation reward from {before:.3f} to {after:.3f} ({change:+.3f})."
+        return f"left {what} at {before:.3f}"
+    return f"{'raised' if change > 0 else 'lowered'} {what} from {before:.3f} to {after:.3f} ({change:+.3f})"
 
 
 def draw(records: Sequence[Record], path: Path, title: str) -> None:
@@ -77,6 +106,10 @@ def draw(records: Sequence[Record], path: Path, title: str) -> None:
         axes.plot(xs, smooth, color=STRONG, linewidth=2, label=f"mean of {WINDOW} steps")
         if label == "reward" and (scores := validations(records)):
             axes.plot(*zip(*scores, strict=True), "o-", color=ACCENT, markersize=4, linewidth=1.5, label="validation")
+            if exact := exact_validations(records):
+                axes.plot(
+                    *zip(*exact, strict=True), "s--", color=ACCENT, markersize=4, linewidth=1, label="exact reward"
+                )
         axes.set_title(label, fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)

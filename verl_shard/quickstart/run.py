@@ -19,6 +19,8 @@ from verl_shard.common.units import format_seconds
 from verl_shard.config.data_files import DataFiles
 from verl_shard.config.run_folder import RunFolder, can_start, whole_checkpoints
 from verl_shard.quickstart import prepare, report
+from verl_shard.quickstart.check_reward_model import check_reward_model
+from verl_shard.quickstart.model_reward import hand_over_model
 from verl_shard.quickstart.options import QuickstartOptions
 from verl_shard.quickstart.watch import watching
 from verl_shard.verl_plugin.fork_server import ForkServer, can_fork, fork_server
@@ -46,6 +48,9 @@ def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
     if run is None:
         prepare.check_inputs(options)
         run = RunFolder.start(options.out or next_folder(), options.identity(), options.settings())
+    elif run.info.get("scoring"):
+        # It may have been moved since.
+        check_reward_model(run.info["scoring"]["folder"])
     with ExitStack() as stack:
         # It imports verl while data, model and warm-up are made.
         server = stack.enter_context(fork_server(env)) if device.cpu and can_fork() else None
@@ -58,7 +63,11 @@ def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
         if not run.info["ready"]:
             if options.model is None:
                 prepare.teach(settings.model, files, options.seed)
+            if options.reward_model is not None:
+                run.update(scoring=prepare.make_scoring(options, run, files, settings.model))
             run.update(ready=True, files=[str(files.train), str(files.val)], model=str(settings.model))
+        if options.reward_model is not None:
+            hand_over_model(run.info["scoring"], run.path)
         train(run, settings, env, server, extra)
     finish(run, options, time.monotonic() - began)
     return run.path

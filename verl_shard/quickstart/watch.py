@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from verl_shard.common.tables import err
 from verl_shard.common.units import format_seconds
+from verl_shard.quickstart.model_reward import EXACT
 
 Record = dict[str, Any]
 
@@ -35,8 +36,19 @@ def validation_reward(record: Record) -> float | None:
 
     verl reports one mean for each data_source; with as many rows of each (as the tasks have) their mean is the mean over rows.
     """
+    return _mean(record, "reward")
+
+
+def exact_validation(record: Record) -> float | None:
+    """The mean, over the same rows, of the exact reward, where a reward model's is trained on and both are measured."""
+    return _mean(record, EXACT)
+
+
+def _mean(record: Record, variable: str) -> float | None:
     means = [
-        float(score) for name, score in record["data"].items() if name.startswith("val-") and "/reward/mean@" in name
+        float(score)
+        for name, score in record["data"].items()
+        if name.startswith("val-") and f"/{variable}/mean@" in name
     ]
     return sum(means) / len(means) if means else None
 
@@ -50,10 +62,13 @@ class Watch:
         self.started = time.monotonic()
         self.total, self.step_times = total, [0.0]
         self.validation: float | None = None
+        self.exact: float | None = None
 
     def on_record(self, record: Record) -> None:
         validation = validation_reward(record)
         self.validation = self.validation if validation is None else validation
+        exact = exact_validation(record)
+        self.exact = self.exact if exact is None else exact
         if not is_step(record):
             return
         now = time.monotonic()
@@ -67,6 +82,8 @@ class Watch:
         ]
         if self.validation is not None:
             parts.append(f"validation {self.validation:.3f}")
+        if self.exact is not None:
+            parts.append(f"exact {self.exact:.3f}")
         if len(self.step_times) > 1:
             pace = (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
             parts.append(f"{format_seconds(pace * left)} left")
