@@ -93,6 +93,18 @@ def stock(
     bench_stock(result=out, large=large, only=only)
 
 
+def offload(
+    out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
+    model: Annotated[str, typer.Option(help="A model of the zoo, whose shape the reward model has.")] = "qwen2-7b",
+    calls: Annotated[int, typer.Option(help="Timed calls of each way and shape.", min=1)] = 7,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """A reward model out of this machine's first GPU, every way: seconds a call, memory, set-up, and the copy's limit."""
+    from verl_shard.bench.offload import bench_offload
+
+    bench_offload(result=out, model=model, calls=calls, as_json=json)
+
+
 def add_to(app: typer.Typer) -> None:
     """Adds the verb and its measurements."""
     bench = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
@@ -102,5 +114,6 @@ def add_to(app: typer.Typer) -> None:
     bench.command("stock")(stock)
     bench.command("rates")(rates)
     bench.command("times")(times)
+    bench.command("offload")(offload)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")

@@ -125,6 +125,7 @@ def undo_offload(model: nn.Module) -> nn.Module:
     if told is not None and told.streamed is not None:
         undo_stream(model)
     elif told is not None and told.how != "none":
+        told.release()  # accelerate leaves the model where it is
         remove_hook_from_module(model, recurse=True)
     model.__dict__.pop("_verl_shard_offload", None)
     return model
@@ -160,7 +161,7 @@ def _check_model(model: nn.Module, offload: str) -> None:
                 raise config_error("offloaded-before", "model", name, "accelerate has offloaded it already", fix)
     faults = []
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    if trains := [key for key, tensor in tensors if tensor.requires_grad]:
+    if offload != "none" and (trains := [key for key, tensor in tensors if tensor.requires_grad]):
         why = f"{len(trains)} of its tensors are trained ({trains[0]} is one), and offloaded weights cannot be"
         fix = "Call model.requires_grad_(False) if it only scores; leave offload out for a model that trains"
         faults.append(Finding("error", "trainable", "model", name, why, fix))
