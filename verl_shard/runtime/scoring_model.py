@@ -32,8 +32,13 @@ from verl_shard.runtime.scoring_inputs import (
     shown,
     without_task_head,
 )
+from verl_shard.runtime.scoring_weights import Parked
 
 TASKS = ("reward", "process-reward")
+
+
+TRAINING: Mapping[str, Any] = {"empty_response": "score"}
+"""What is otherwise in training: a policy may end at once, and is to learn from it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class _Copy:
 
     model: Any
     device: torch.device
+    weights: Parked
 
 
 class ScoringModel:
@@ -137,6 +143,20 @@ class ScoringModel:
         """A score for each text to which a chat template was applied already. Raises as `score`."""
         return [row[0] for row in self._scores(self._encoder.encode_texts(texts), texts)]
 
+    def release(self) -> int:
+        """Takes the weights off the GPUs, after the scoring under way; the bytes freed. Scoring brings them back."""
+        with self._lock:
+            return sum(copy.weights.release() for copy in self._copies)
+
+    def restore(self) -> None:
+        """Brings back what `release` took, before anybody asks for a score."""
+        with self._lock:
+            self._restore()
+
+    def _restore(self) -> None:
+        for copy in self._copies:
+            copy.weights.restore()
+
     def _scores(self, encoded: Sequence[Encoded], named: Sequence[str]) -> list[list[float]]:
         """The outputs at the wanted places of each row, in order: all copies work at once, each on its share."""
         # Similar lengths pad each other little; the longest first, so that what does not fit fails at once.
@@ -154,6 +174,7 @@ class ScoringModel:
             return mine
 
         with self._lock:
+            self._restore()
             if len(self._copies) == 1:
                 scores = work(0)
             else:
@@ -208,7 +229,8 @@ class ScoringModel:
         except ConfigError as error:
             raise without_task_head(error, self.path) from error
         embedding = next(name for name, part in model.named_modules() if part is model.get_input_embeddings())
-        return _Copy(model, torch_device(device_of(model.hf_device_map, f"{embedding}.weight")))
+        device = torch_device(device_of(model.hf_device_map, f"{embedding}.weight"))
+        return _Copy(model, device, Parked(model))
 
     def _check_options(self, aggregate: str | None, of_steps: Mapping[str, Any], batch_size: int) -> str:
         if self.task not in TASKS:

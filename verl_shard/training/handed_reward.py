@@ -13,7 +13,8 @@ from typing import Any
 
 from verl_shard.common.errors import RunError
 from verl_shard.common.notices import run_dir
-from verl_shard.training.reward_model import TRAINING, conversation
+from verl_shard.runtime.scoring_model import TRAINING
+from verl_shard.training.reward_model import conversation
 from verl_shard.training.rewards import Rewards, ScoreMany
 
 FILE = "rewards.pkl"

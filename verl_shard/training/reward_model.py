@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_shard.runtime.scoring_model import ScoringModel
+from verl_shard.runtime.scoring_model import TRAINING, ScoringModel
 
 Message = Mapping[str, Any]
-TRAINING: Mapping[str, Any] = {"empty_response": "score"}
-"""Where training differs from ScoringModel's defaults."""
 
 
 class RewardModel:

@@ -81,7 +81,7 @@ def test_a_replica_that_is_not_the_actors_is_refused() -> None:
     from verl_shard.verl_plugin.rollout.replica import HFReplica
 
     for wrong in (
-        {"is_reward_model": True}, {"is_teacher_model": True}, {"rollout_mode": RolloutMode.COLOCATED},
+        {"is_teacher_model": True}, {"rollout_mode": RolloutMode.COLOCATED},
         {"rollout_mode": RolloutMode.STANDALONE},
     ):  # fmt: skip
         replica = object.__new__(HFReplica)
@@ -89,5 +89,5 @@ def test_a_replica_that_is_not_the_actors_is_refused() -> None:
             "is_reward_model": False, "is_teacher_model": False, "rollout_mode": RolloutMode.HYBRID, **wrong,
         }.items():  # fmt: skip
             setattr(replica, name, value)
-        with pytest.raises(ConfigError, match="serves no other model"):
+        with pytest.raises(ConfigError, match="beside it it serves reward models only"):
             asyncio.run(replica.launch_servers())

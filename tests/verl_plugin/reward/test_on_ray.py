@@ -1,22 +1,31 @@
-"""One copy of a reward model on a node, on a real Ray of this test's own."""
+"""One copy of a reward model on a node, and one behind verl's router: on a real Ray of this test's own."""
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import hydra
 import psutil
 import pytest
 import ray
+import verl
 from judges import CONVERSATIONS, WORDS, alone, save_judge
+from omegaconf import OmegaConf
 from transformers import AutoConfig
+from verl.experimental.reward_loop.reward_model import RewardModelManager
 
 from verl_shard.common.errors import ConfigError, RunError
-from verl_shard.verl_plugin.reward.actor import NodeModel, RewardActor, actor_name
+from verl_shard.verl_plugin.reward.actor import NodeModel, actor_name
+from verl_shard.verl_plugin.reward.served import ask
+from verl_shard.verl_plugin.rollout.replica import HFReplica
 
 SETTINGS = {"device_map": "cpu", "dtype": "float32"}
 LOOK_S = 0.3
@@ -37,8 +46,8 @@ def _cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     paths = os.pathsep.join([str(Path(__file__).parents[3]), str(Path(__file__).parents[2])])
     ray.init(
-        num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}},
+        num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VERL_PLATFORM": "cpu"}},
     )  # fmt: skip
     yield
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -52,13 +61,9 @@ class Worker:
         self._model = NodeModel(folder, settings, look_s=LOOK_S)
 
     async def score(self, conversations: list[Any]) -> list[float]:
-        import asyncio
-
         return await asyncio.to_thread(self._model.score, conversations)
 
     async def model(self) -> tuple[int, int]:
-        import asyncio
-
         def find() -> tuple[int, int]:
             found: tuple[int, int] = ray.get(self._model.actor.__ray_call__.remote(_process_and_users))
             return found
@@ -130,6 +135,57 @@ def test_a_driver_may_ask_and_hears_what_cannot_be_loaded(folder: Path) -> None:
         model.score(CONVERSATIONS[:1])
 
 
+# verl's router, a fork of this process, uses what FastAPI would not have used any more.
+@pytest.mark.filterwarnings("ignore:\\s*on_event is deprecated:DeprecationWarning")
+@pytest.mark.usefixtures("_cluster")
+def test_replicas_behind_verls_router(folder: Path) -> None:
+    said = {
+        "enable_resource_pool": "true", "n_gpus_per_node": 2, "nnodes": 1, "model_path": folder, "rollout.name": "hf",
+        "rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1, "+rollout.engine_kwargs.hf.empty_response": "stop",
+    }  # fmt: skip
+    with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        overrides = [
+            f"{'+' * key.startswith('+')}reward.reward_model.{key.lstrip('+')}={value}" for key, value in said.items()
+        ]
+        model = hydra.compose("ppo_trainer", overrides=overrides).reward.reward_model
+    before = set(multiprocessing.active_children())
+    manager = RewardModelManager(model)
+    router = set(multiprocessing.active_children()) - before
+    try:
+        assert len(manager.server_handles) == 2
+        # Both were put to sleep, and verl wakes a model with a pool of its own never again.
+        found = asyncio.run(_ask_all(manager.get_router_address(), CONVERSATIONS))
+        assert found == pytest.approx([alone(folder, c) for c in CONVERSATIONS], abs=1e-5)
+        manager.sleep()
+        manager.wake_up()
+        empty = [{"role": "user", "content": "w10"}, {"role": "assistant", "content": ""}]
+        with pytest.raises(RunError, match=r"response 0 \(''\) is empty"):
+            asyncio.run(_ask_all(manager.get_router_address(), [empty]))
+    finally:
+        for process in router:
+            process.terminate()
+            process.join()
+        for server in manager.server_handles:
+            ray.kill(server)
+
+
+async def _ask_all(address: str, conversations: Any) -> list[float]:
+    return list(await asyncio.gather(*[ask(address, conversation) for conversation in conversations]))
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_replica_that_cannot_load_says_why(folder: Path) -> None:
+    rollout = OmegaConf.create(
+        {"_target_": "verl.workers.config.RolloutConfig", "name": "hf", "tensor_model_parallel_size": 1}
+    )
+    rollout.engine_kwargs = {"hf": {"too_long": "cut"}}
+    replica = HFReplica(
+        0, rollout, SimpleNamespace(path=folder), gpus_per_node=1, is_reward_model=True, name_suffix="b"
+    )
+    with pytest.raises(ConfigError, match=r"^too_long = cut: no such choice"):
+        asyncio.run(replica.init_standalone())
+
+
 def test_names_tell_models_settings_runs_and_nodes_apart() -> None:
     names = {
         actor_name(path, settings, node, run)
@@ -140,4 +196,3 @@ def test_names_tell_models_settings_runs_and_nodes_apart() -> None:
     }
     assert len(names) == 16
     assert actor_name("a", {"x": 1, "y": 2}, "n", None) == actor_name("a", {"y": 2, "x": 1}, "n", None)
-    assert RewardActor.__name__ == "RewardActor"
