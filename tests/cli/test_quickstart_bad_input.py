@@ -52,6 +52,9 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model", "./nowhere"], ["./nowhere", "there is no such folder"]),
         (["--data", "none.parquet", "--model", "./nowhere"], ["none.parquet", "./nowhere"]),
         (["--reward", "x.py:f"], ["--reward", "--data is not given"]),
+        (["--reward-model", "demoo"], ["--reward-model = demoo", "there is no such folder", "or write demo"]),
+        (["--reward-model", "./r", "--task", "gdc", "--model", "./m"], ["--reward-model = ./r", "gdc", "./m"]),
+        (["--reward-model", "demo", "--data", "d.parquet"], ["--reward-model = demo", "not to --data"]),
         (["--resume"], ["--resume", "there is no runs/quickstart-N here"]),
         (["--resume", "--out", "gone"], ["gone", "there is no run.json in it"]),
         (["--no-such-flag"], ["No such option"]),
@@ -115,6 +118,15 @@ def test_a_run_folder_of_another_run(capsys: pytest.CaptureFixture[str]) -> None
     RunFolder.start(Path("mine"), options.identity(), options.settings())
     assert "it is the folder of another run. Add --resume" in fails(capsys, "--out", "mine")
     assert "the run in mine has 1" in fails(capsys, "--out", "mine", "--resume", "--seed", "2")
+
+
+def test_a_run_whose_reward_model_is_gone_or_is_another(capsys: pytest.CaptureFixture[str]) -> None:
+    options = QuickstartOptions(reward_model="./judge")
+    run_folder = RunFolder.start(Path("mine"), options.identity(), options.settings())
+    run_folder.update(ready=True, scoring={"folder": "./judge", "dtype": "float32", "exact": None})
+    assert "--reward-model = ./judge: there is no such folder" in fails(capsys, "--out", "mine", "--resume")
+    message = fails(capsys, "--out", "mine", "--resume", "--reward-model", "demo")
+    assert "--reward-model = demo: the run in mine has ./judge" in message
 
 
 def test_a_folder_that_is_not_a_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,12 +64,20 @@ def test_data_and_task_exclude_each_other() -> None:
 def test_the_identity_is_what_a_run_keeps() -> None:
     base = QuickstartOptions(data=(Path("a"), Path("b")), model="m")
     assert base.identity() == {
-        "model": "m", "data": ["a", "b"], "val-data": [], "reward": None, "task": [], "algorithm": "ppo", "seed": 0,
-        "batch-size": None, "n": None,
+        "model": "m", "data": ["a", "b"], "val-data": [], "reward": None, "reward-model": None, "task": [], "algorithm": "ppo",
+        "seed": 0, "batch-size": None, "n": None,
     }  # fmt: skip
     other = QuickstartOptions(data=(Path("a"), Path("b")), model="m", steps=7, save_freq=2, out=Path("x"), resume=True)
     assert other.identity() == base.identity()
     assert QuickstartOptions(data=(Path("a"), Path("b")), model="m", seed=1).identity() != base.identity()
+    assert QuickstartOptions(reward_model="demo").identity() == QuickstartOptions().identity() | {
+        "reward-model": "demo"
+    }
+
+
+def test_the_demo_reward_model_knows_only_our_tasks() -> None:
+    assert _faults(data=(Path("a"),), reward_model="demo") == [("--reward-model", "demo")]
+    assert QuickstartOptions(data=(Path("a"),), reward_model="folder").reward_model == "folder"
 
 
 def test_settings_come_back_from_json() -> None:

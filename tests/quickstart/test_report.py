@@ -77,6 +77,26 @@ def test_the_sentence_says_which_way_it_went(before: float, after: float, text: 
     assert sentence([_val(0, before), _step(5, 0.1), _val(10, after)]) == text
 
 
+def _scored(step: int, model: float, exact: float) -> dict[str, Any]:
+    return _val(step, model, **{"val-aux/task0/exact/mean@1": exact})
+
+
+def test_a_reward_models_score_and_the_exact_reward_are_both_told() -> None:
+    records = [_scored(0, -0.5, 0.25), _step(5, 0.1), _scored(10, 0.75, 0.125)]
+    assert sentence(records) == (
+        "10 steps of RL raised the reward model's validation score from -0.500 to 0.750 (+1.250), and lowered the exact "
+        "reward, which it was not trained on, from 0.250 to 0.125 (-0.125)."
+    )
+    assert sentence([_scored(0, 0.5, 0.5), _scored(1, 0.5, 0.5)]) == (
+        "1 step of RL left the reward model's validation score at 0.500, and left the exact reward, which it was not "
+        "trained on, at 0.500."
+    )
+    rows = _rows(records)
+    assert rows["validation, reward model's score"] == ["-0.500", "0.750"]
+    assert rows["validation, exact reward"] == ["0.250", "0.125"]
+    assert "validation reward" not in rows
+
+
 def test_without_two_validations_the_sentence_says_so() -> None:
     assert (
         sentence([_val(0, 0.5), _step(1, 0.1)])

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from verl_shard.quickstart import watch
-from verl_shard.quickstart.watch import is_step, validation_reward, value, watching
+from verl_shard.quickstart.watch import exact_validation, is_step, validation_reward, value, watching
 
 
 def _step(step: int, **data: float) -> dict[str, Any]:
@@ -31,6 +31,15 @@ def test_the_validation_reward_is_the_mean_over_data_sources() -> None:
     }  # fmt: skip
     assert validation_reward({"step": 1, "data": data}) == 0.5
     assert validation_reward(_step(1)) is None
+
+
+def test_the_exact_reward_beside_a_models_is_a_mean_too() -> None:
+    data = {
+        "val-core/a/reward/mean@1": 9.0, "val-aux/a/exact/mean@1": 0.25, "val-aux/b/exact/mean@1": 0.5,
+        "val-aux/a/model/mean@1": 9.0, "val-aux/a/exact/std@4": 9.0,
+    }  # fmt: skip
+    assert exact_validation({"step": 1, "data": data}) == 0.375
+    assert exact_validation({"step": 1, "data": {"val-core/a/reward/mean@1": 9.0}}) is None
 
 
 @pytest.fixture
@@ -55,6 +64,13 @@ def test_a_pipe_gets_a_line_every_ten_steps_and_one_at_the_end(
         "step 20/24  reward 0.500  KL 0.0100  1234 tokens/s  validation 0.125  12 s left",
         "step 24/24  reward 0.500  KL 0.0100  1234 tokens/s  validation 0.125  0 s left",
     ]
+
+
+def test_both_validations_are_shown_with_a_reward_model(screen: io.StringIO) -> None:
+    with watching(1, 0) as shown:
+        shown.on_record({"step": 0, "data": {"val-core/a/reward/mean@1": -0.5, "val-aux/a/exact/mean@1": 0.25}})
+        shown.on_record(_step(1))
+    assert screen.getvalue().splitlines() == ["step 1/1  reward 0.500  validation -0.500  exact 0.250"]
 
 
 class _Silent:
