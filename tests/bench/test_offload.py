@@ -152,3 +152,19 @@ def test_what_was_recorded_reaches_the_numbers_that_were_promised() -> None:
     assert all(
         row["identical"] for row in recorded["rows"] if row["way"].startswith(("resident", "stream", "accelerate"))
     )
+
+
+def test_the_documented_table_is_the_recorded_one() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    recorded = json.loads((docs / "results" / "h200_offload.json").read_text())
+    by_way: dict[str, list[dict[str, Any]]] = {}
+    for row in recorded["rows"]:
+        by_way.setdefault(row["way"], []).append(row)
+    text = (docs / "offload.md").read_text()
+    for way, (short, long) in by_way.items():
+        cells = [way]
+        for row in (short, long):
+            cells += [f"{row['seconds']:.3f}", f"{row['ratio']:.3f}", f"{row['peak'] / 1e9:.2f}"]
+        pinned = "?" if short["pinned"] is None else f"{short['pinned'] / 1e9:.2f}"
+        cells += [f"{short['idle'] / 1e9:.2f}", pinned, f"{short['setup_s']:.1f}"]
+        assert f"| {' | '.join(cells)} |" in text

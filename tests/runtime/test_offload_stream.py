@@ -261,31 +261,35 @@ def test_one_block_used_many_times_is_one_block() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "deepseek_v3", "gpt2", "gemma3_text"])
-def test_an_embedding_on_the_host_sends_the_rows_that_are_used(kind: str, small_config: Callable[..., Any]) -> None:
-    model = _make(small_config(kind), "AutoModelForSequenceClassification")
-    ids = _ids(3, 6)
+def test_an_embedding_on_the_host_sends_the_rows_that_are_used(
+    kind: str, small_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _make(small_config(kind, pad_token_id=120), "AutoModelForSequenceClassification")
+    ids = _ids(3, 6)  # fewer rows than the number of the padding token
     expected = model(input_ids=ids).logits
     before = _state(model)
     embedding = host_embedding(model)
     streamed = _stream(model, embedding=embedding)
     seen: list[int] = []
-    embedding.register_forward_hook(lambda *_: None)
     plain = nn.functional.embedding
 
     def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(len(args[1]))
         return plain(*args, **kwargs)
 
-    nn.functional.embedding = spy  # type: ignore[assignment]
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "embedding", spy)
         assert torch.equal(model(input_ids=ids).logits, expected)
-    finally:
-        nn.functional.embedding = plain  # type: ignore[assignment]
     assert seen[0] == len(ids.unique())
     assert streamed.pinned_bytes >= embedding.weight.numel() * 4
-    assert embedding.padding_idx == 0 or kind == "gpt2"
+    padding = None if kind == "gpt2" else 120
+    assert embedding.padding_idx == padding
     with pytest.raises(IndexError):
         model(input_ids=ids + 10**6)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(nn.functional, "embedding", None)
+        model(input_ids=ids)
+    assert (len(embedding.weight), embedding.padding_idx) == (128, padding)
     assert torch.equal(model(input_ids=ids).logits, expected)
     remove_hook_from_module(model, recurse=True)
     _same(model, before)

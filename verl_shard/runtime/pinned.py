@@ -17,7 +17,7 @@ _KEPT_FREE = 2**30
 _PART_KEPT_FREE = 20
 """And at least this part of what is available."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection inside of it may give another buffer back
 _pinned = 0
 
 

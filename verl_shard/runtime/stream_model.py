@@ -149,10 +149,13 @@ def stream_model(
             if id(tensor) not in travels
         ]
         if len(engines) > 1 and not dispatched:
-            for path, module in model.named_modules():
-                if path in placed and path not in blocks and next(module.children(), None) is None:
-                    attach(module, InputsHook(engines[placed[path]].device, skip))
-        first = engines[next(iter(placed.values()))].device
+            named = dict(model.named_modules(remove_duplicate=False))
+            for part in parts_in_order(model, no_split_classes(model, None)):
+                if part.place != "block" and part.name in named:
+                    attach(named[part.name], InputsHook(engines[_device(placed, part.name)].device, skip))
+        table = input_embedding(model)
+        starts = [path for path, module in model.named_modules() if module is table] or list(blocks)
+        first = engines[_device(placed, starts[0])].device
         root = RootHook(streams, on_host, None if dispatched else first, resident, skip)
         attach(model, root)
     except BaseException:
