@@ -20,6 +20,7 @@ from verl_shard.common.notices import ShardNotice
 from verl_shard.runtime import pinned
 from verl_shard.runtime.dispatch import keep_outputs_in_place
 from verl_shard.runtime.pinned import available_host_memory, pinned_bytes, room_to_pin
+from verl_shard.runtime.stream_hooks import InputsHook, hooks_of
 from verl_shard.runtime.stream_model import blocks_of, host_embedding, stream_model, undo_stream
 
 ONE = {"": torch.device("cpu")}
@@ -286,9 +287,10 @@ def test_an_embedding_on_the_host_sends_the_rows_that_are_used(
     assert embedding.padding_idx == padding
     with pytest.raises(IndexError):
         model(input_ids=ids + 10**6)
-    with monkeypatch.context() as patch, pytest.raises(TypeError):
+    with monkeypatch.context() as patch:
         patch.setattr(nn.functional, "embedding", None)
-        model(input_ids=ids)
+        with pytest.raises(TypeError):
+            model(input_ids=ids)
     assert (len(embedding.weight), embedding.padding_idx) == (128, padding)
     assert torch.equal(model(input_ids=ids).logits, expected)
     remove_hook_from_module(model, recurse=True)
@@ -497,6 +499,8 @@ def test_several_devices_each_stream_their_own_blocks(small_config: Callable[...
     placed = {"model.embed_tokens": first, "model.rotary_emb": first, **layers, "model.norm": second, "score": second}
     streamed = stream_model(model, placed, copies=FakeCopies)
     assert [fake.name for fake in FakeCopies.made] == [first, second]
+    moved = [name for name, module in model.named_modules() if any(isinstance(h, InputsHook) for h in hooks_of(module))]
+    assert set(moved) == set(placed)
     assert [len(stream.blocks) for stream in streamed.root.streams] == [2, 3]
     assert torch.equal(model(input_ids=ids).logits, expected)
     assert [sum(kind == "copy" for kind, _ in fake.log) for fake in FakeCopies.made] == [2, 3]
