@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import uvicorn
 from fastapi import FastAPI
 from tensordict import TensorDict
 from verl import DataProto
-from verl.workers.rollout.utils import run_uvicorn
 
 from verl_shard.common.errors import RunError
 from verl_shard.verl_plugin.reward.served import ServedRewardManager, ask
@@ -32,18 +33,28 @@ class Model:
         return [1 / 0 if text == "bad" else float(len(text)) for text in texts]
 
 
+@asynccontextmanager
+async def _served(app: Any) -> AsyncIterator[str]:
+    """The address of `app` on this machine, while it is served."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
 def _with_server(use: Callable[[str], Any]) -> Any:
-    """What `use` makes of the address of a server of Model, over HTTP on this machine."""
+    """What `use` makes of the address of a server of Model."""
 
     async def run() -> Any:
         server = RewardServer("judge", {})
         server._model = Model()
-        port, serving = await run_uvicorn(server._app(), None, "127.0.0.1")
-        try:
-            return await use(f"127.0.0.1:{port}")
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+        async with _served(server._app()) as address:
+            return await use(address)
 
     return asyncio.run(run())
 
@@ -89,17 +100,12 @@ def test_an_address_without_a_server_is_named() -> None:
     with pytest.raises(RunError, match=r"the reward model at http://127.0.0.1:9/score does not answer"):
         asyncio.run(ask("127.0.0.1:9", _say("a")))
 
-    async def failing(_: str) -> Any:
-        app = FastAPI()
-        port, serving = await run_uvicorn(app, None, "127.0.0.1")
-        try:
-            return await ask(f"127.0.0.1:{port}", _say("a"))
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+    async def without_our_path() -> Any:
+        async with _served(FastAPI()) as address:
+            return await ask(address, _say("a"))
 
     with pytest.raises(RunError, match="does not answer: 404"):
-        _with_server(failing)
+        asyncio.run(without_our_path())
 
 
 def test_a_row_becomes_the_conversation() -> None:
