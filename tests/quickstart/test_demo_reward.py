@@ -14,7 +14,7 @@ from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart import demo_reward
 from verl_shard.quickstart.check_reward_model import check_reward_model
 from verl_shard.quickstart.data import read_rows
-from verl_shard.quickstart.demo_reward import HELD_OUT_PAIRS, DemoResult, group_scores, train_demo
+from verl_shard.quickstart.demo_reward import HELD_OUT_PAIRS, DemoResult, scores_and_language, train_demo
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,8 +80,14 @@ def test_answers_computed_together_score_as_each_alone(trained: tuple[Path, Demo
         groups.append([[*start, 300 - n, *(chance.randrange(5, 200) for _ in range(size)), 4]
                        for n, size in enumerate(lengths)])  # fmt: skip
     with torch.no_grad():
-        together = group_scores(model, groups, pad)
+        together, language = scores_and_language(model, groups, pad)
         alone = [[model(input_ids=torch.tensor([answer])).logits.item() for answer in group] for group in groups]
+        losses: list[float] = []
+        for (first, *_), common in zip(groups, (5, 9, 1), strict=True):
+            hidden = model.model(input_ids=torch.tensor([first])).last_hidden_state[0]
+            logs = torch.log_softmax(hidden @ model.model.embed_tokens.weight.T, -1)
+            losses += [-logs[at - 1, first[at]].item() for at in range(common, len(first))]
+    assert language.item() == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert together.tolist() == [pytest.approx(scores, abs=1e-5) for scores in alone]
 
 

@@ -28,6 +28,9 @@ WRONG = 3
 LEARNING_RATE = 7e-4
 CENTRE = 0.01
 """Weight of the squared scores in the loss: pairs say nothing of where zero is, and a critic has to learn that level."""
+LANGUAGE = 0.3
+"""Weight of the cross-entropy of the right answers, read as text: what is right is learned sooner by saying it than from
+scores alone, which are one number an answer."""
 HELD_OUT_PAIRS = 500
 
 
@@ -63,8 +66,9 @@ def train_demo(
     """Trains the model in `base`, a folder of the quick start's own, to score answers, and writes it to `out_dir` with its
     tokenizer: a sequence classifier with one label as any other. The folder is whole or not there; one there is replaced.
 
-    The loss of a pair is -log sigmoid(right - wrong). At the end scores are scaled, so that a right answer has on average one
-    more than a wrong one, as with the exact reward. Bounded by steps, the same for a seed; `progress` as for `warm_up`.
+    The loss of a pair is -log sigmoid(right - wrong), and beside it right answers are learned as text. At the end scores are
+    scaled, so that a right answer has on average one more than a wrong one, as with the exact reward. Bounded by steps, the
+    same for a seed; `progress` as for `warm_up`.
     """
     import torch
     from transformers import AutoTokenizer
@@ -81,11 +85,11 @@ def train_demo(
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 20) * (1 - step / steps)
         groups = [_group(tokenizer, row, chance, WRONG) for row in chance.sample(rows, min(BATCH_SIZE, len(rows)))]
-        scores = group_scores(model, [group.answers for group in groups], tokenizer.pad_token_id)
+        scores, language = scores_and_language(model, [group.answers for group in groups], tokenizer.pad_token_id)
         gap = scores[:, :1] - scores[:, 1:]
         ranking = -torch.nn.functional.logsigmoid(gap).mean()
         optimizer.zero_grad()
-        (ranking + CENTRE * scores.square().mean()).backward()  # type: ignore[no-untyped-call]
+        (ranking + CENTRE * scores.square().mean() + LANGUAGE * language).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         gaps.append(gap.mean().item())
@@ -99,8 +103,9 @@ def train_demo(
     return DemoResult(accuracy, by_kind, HELD_OUT_PAIRS, time.monotonic() - start, steps)
 
 
-def group_scores(model: Any, groups: Sequence[Sequence[Sequence[int]]], pad: int) -> Tensor:
-    """The scores [groups, answers] of token sequences, as many in each group; those of a group begin alike.
+def scores_and_language(model: Any, groups: Sequence[Sequence[Sequence[int]]], pad: int) -> tuple[Tensor, Tensor]:
+    """The scores [groups, answers] of token sequences, as many in each group, and the mean cross-entropy of the tokens of
+    each group's first in which it differs from the others. Those of a group begin alike.
 
     What a group's sequences have in common is computed once, which halves the work: they lie behind one another, and none
     sees the others.
@@ -127,7 +132,10 @@ def group_scores(model: Any, groups: Sequence[Sequence[Sequence[int]]], pad: int
     mask = ((seen == 0) | (seen == asks)) & torch.ones(length, length, dtype=torch.bool).tril()
     hidden = model.model(input_ids=tokens, attention_mask=mask[:, None], position_ids=positions).last_hidden_state
     scores: Tensor = model.score(hidden[torch.arange(len(groups))[:, None], ends])[..., 0]
-    return scores
+    # The first lies right behind what is common; its first token is said by the last of that. The head is the embedding.
+    said = owner[:, 1:] == 1
+    logits = hidden[:, :-1][said] @ model.model.embed_tokens.weight.T
+    return scores, torch.nn.functional.cross_entropy(logits, tokens[:, 1:][said])
 
 
 def _common(group: Sequence[Sequence[int]]) -> int:
@@ -172,7 +180,7 @@ def _accuracy(model: Any, tokenizer: Any, rows: Sequence[Row], seed: int) -> tup
     for first in range(0, len(groups), 100):
         batch = groups[first : first + 100]
         with torch.no_grad():
-            scores = group_scores(model, [group.answers for group in batch], tokenizer.pad_token_id)
+            scores, _ = scores_and_language(model, [group.answers for group in batch], tokenizer.pad_token_id)
         for group, higher in zip(batch, (scores[:, 0] > scores[:, 1]).tolist(), strict=True):
             seen[group.kinds[0]] += 1
             right[group.kinds[0]] += higher
