@@ -61,6 +61,12 @@ def test_a_batch_scores_as_each_response_alone(make: Callable[..., Path], batch_
     assert made.model.config.pad_token_id == pad
 
 
+def test_a_model_that_looks_both_ways_does_not_see_the_padding(make: Callable[..., Path]) -> None:
+    folder = make(kind="roberta", pad=1, type_vocab_size=1)
+    found = scorer(folder, batch_size=100).score(CONVERSATIONS)
+    assert found == pytest.approx([alone(folder, one) for one in CONVERSATIONS], abs=1e-5)
+
+
 def test_a_padding_token_that_is_no_token_pads_nothing(make: Callable[..., Path]) -> None:
     folder = make()
     expected = [alone(folder, conversation) for conversation in CONVERSATIONS]
@@ -362,6 +368,13 @@ def test_offloading_is_handed_on_and_inputs_go_where_the_map_says(
     scorer(folder, offload="stream", copies_on=["cpu", "cpu"])
     scorer(folder)
     assert asked == [{"device_map": "cpu", "offload": "stream"}] * 2 + [{"device_map": "cpu", "offload": "none"}]
+
+
+def test_offloading_on_the_cpu_says_that_it_does_nothing(make: Callable[..., Path]) -> None:
+    folder = make()
+    with pytest.warns(ShardNotice, match=r"offload = stream: it computes on the CPU"):
+        made = scorer(folder, offload="stream")
+    assert made.score(CONVERSATIONS[:1]) == pytest.approx([alone(folder, CONVERSATIONS[0])], abs=1e-5)
 
 
 def test_one_scoring_call_at_a_time(make: Callable[..., Path]) -> None:
