@@ -1,0 +1,204 @@
+"""A model over several devices, on accelerate's hooks: each tensor that travels is moved once for each forward pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.hooks import ModelHook
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from verl_shard.common.errors import config_error
+from verl_shard.runtime.pipeline_links import Links, Parcel, carry
+
+_FOR_THE_LOSS = ("start_positions", "end_positions")
+"""Beside what has "label" in its name: inputs that are compared with outputs."""
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A tensor, as it was at a version, and its copy. Held, so that its id is nobody else's."""
+
+    source: torch.Tensor
+    version: int
+    copy: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Data of a copy, for as long as its source lives."""
+
+    version: int
+    parcel: Parcel
+    copy_version: int
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; made in inference mode it does not know."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Travels:
+    """Who has been moved where. One of a model; each thread has forward passes of its own."""
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self._local = threading.local()
+        self._kept: Any = WeakTensorKeyDictionary()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Around a forward pass; what it moved is forgotten when the outermost one ends, with an error too."""
+        outer = getattr(self._local, "moved", None)
+        if outer is None:
+            self._local.moved = {}
+        try:
+            yield
+        finally:
+            self._local.moved = outer
+
+    def move(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        """The tensor on a device: itself, its copy of this forward pass, or a new one."""
+        home = self.links.of(tensor)
+        if home == device:
+            return tensor
+        moved: dict[tuple[int, Any], _Moved] | None = getattr(self._local, "moved", None)
+        version = _version(tensor)
+        known = None if moved is None else moved.get((id(tensor), device))
+        if known is not None and known.version == version and (known.copy.requires_grad or not _wants_grad(tensor)):
+            return known.copy
+        copy = self._carry(tensor, device, version, in_pass=moved is not None)
+        if moved is not None:
+            moved[id(tensor), device] = _Moved(tensor, version, copy)
+            moved[id(copy), home] = _Moved(copy, _version(copy), tensor)
+        return copy
+
+    def _carry(self, tensor: torch.Tensor, device: Any, version: int, *, in_pass: bool) -> torch.Tensor:
+        """Outside of a pass a checkpointed block runs again, in its backward. What it is given was copied before; a copy
+        made anew would wait for all that the other device has been given since, another micro-batch's backward."""
+        if not torch.is_grad_enabled() or version < 0:
+            return carry(self.links, tensor, device)
+        with self._lock:
+            kept: _Kept | None = None if in_pass else self._kept.get(tensor, {}).get(device)
+        if kept is not None and kept.version == version and _version(kept.parcel.tensor) == kept.copy_version:
+            return carry(self.links, tensor, device, kept.parcel)
+        parcel = self.links.start(tensor.detach(), device)
+        with self._lock:
+            # Without a graph: an entry must not hold what its own source hangs on.
+            made = _Kept(version, parcel, _version(parcel.tensor))
+            self._kept.setdefault(tensor, {})[device] = made
+        return carry(self.links, tensor, device, parcel)
+
+    def move_all(self, value: Any, device: Any, skip: Collection[str] = ()) -> Any:
+        """The same structure of lists, tuples and mappings, its tensors on a device; other objects as they are."""
+        if isinstance(value, torch.Tensor):
+            return self.move(value, device)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.move_all(part, device, skip) for part in value))
+        if isinstance(value, list | tuple):
+            parts = [self.move_all(part, device, skip) for part in value]
+            return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
+        if isinstance(value, Mapping):
+            changed = {key: part if key in skip else self.move_all(part, device, skip) for key, part in value.items()}
+            return value if all(changed[key] is value[key] for key in value) else _like(value, changed)
+        if type(value).__name__ == "BlockMask":  # flex attention's; it has tensors and knows how to move them
+            return value.to(device)
+        return value
+
+
+def _wants_grad(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _like(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A mapping of the same kind: a transformers output is made from keywords."""
+    return changed if type(value) is dict else type(value)(**changed)
+
+
+class StageHook(ModelHook):  # type: ignore[misc]
+    """Around a module of the map: it finds what it is given on its device."""
+
+    offload = False
+
+    def __init__(self, travels: Travels, device: Any, skip: Collection[str]) -> None:
+        self.execution_device = device
+        self._travels = travels
+        self._skip = skip
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        move_all = self._travels.move_all
+        return move_all(args, self.execution_device), move_all(kwargs, self.execution_device, self._skip)
+
+
+class PassHook(ModelHook):  # type: ignore[misc]
+    """Around a whole model, or its body without the head: inputs go where they are first read; outputs stay.
+
+    device: where inputs go; for_loss: where those go that a loss compares with outputs; output: where outputs go, None
+    for where they are made.
+    """
+
+    offload = False
+
+    def __init__(
+        self, travels: Travels, device: Any, for_loss: Any, output: Any, skip: Collection[str], devices: tuple[Any, ...]
+    ) -> None:
+        self.travels = travels
+        self.execution_device = device
+        self.devices = devices
+        self._for_loss = for_loss
+        self._output = output
+        self._skip = skip
+        self._forward: Callable[..., Any] | None = None
+
+    @property
+    def links(self) -> Links:
+        return self.travels.links
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        # accelerate calls hooks before and after a forward pass, and not when it fails; this is called around it.
+        self._forward = module._old_forward  # type: ignore[assignment]
+        module._old_forward = self._call  # type: ignore[assignment]
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        module._old_forward = self._forward  # type: ignore[assignment]
+        return module
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._forward is not None, "a hook is attached before it is called"
+        move_all = self.travels.move_all
+        with self.travels.forward_pass():
+            given = {}
+            for key, value in kwargs.items():
+                device = self._for_loss if "label" in key or key in _FOR_THE_LOSS else self.execution_device
+                given[key] = value if key in self._skip else move_all(value, device, self._skip)
+            output = self._forward(*move_all(args, self.execution_device), **given)
+            return output if self._output is None else move_all(output, self._output, self._skip)
+
+
+class RootHook(PassHook):
+    """Around the whole model, which must not be moved."""
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        super().init_hook(module)
+        plain: Any = module.to
+
+        def to(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+                _refuse()
+            return plain(*args, **kwargs)
+
+        module.__dict__.update(to=to, cuda=_refuse)  # accelerate takes these away with the hook
+        return module
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    why = "its blocks are on several devices, and each is called where it is"
+    fix = "Undo it first: accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+    raise config_error("dispatched", "model.to", None, why, fix)
