@@ -19,6 +19,7 @@ from verl_shard.common.errors import ConfigError, RunError
 from verl_shard.common.notices import ShardNotice
 from verl_shard.runtime import pinned
 from verl_shard.runtime.dispatch import keep_outputs_in_place
+from verl_shard.runtime.offload import Offload, several_calls
 from verl_shard.runtime.pinned import available_host_memory, pinned_bytes, room_to_pin
 from verl_shard.runtime.stream_hooks import InputsHook, hooks_of
 from verl_shard.runtime.stream_model import blocks_of, host_embedding, stream_model, undo_stream
@@ -534,3 +535,27 @@ def test_a_streamed_model_can_be_saved(small_config: Callable[..., Any], tmp_pat
     undo_stream(model)
     again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert torch.equal(again(input_ids=_ids()).logits, expected)
+
+
+def test_calls_that_follow_each_other_begin_early_and_leave_nothing_behind(small_config: Callable[..., Any]) -> None:
+    """The first blocks are asked for before the first call has its inputs, and given back after the last, or an error."""
+    model = _make(small_config("qwen2", num_hidden_layers=3))
+    expected = model(_ids()).logits
+    streamed = _stream(model, ahead=2, prefetch=True)
+    model.__dict__["_verl_shard_offload"] = Offload("stream", "a test", streamed=streamed)
+    (copies,) = FakeCopies.made
+    (stream,) = streamed.root.streams
+    with several_calls(model):
+        assert [kind for kind, _ in copies.log] == ["buffer", "buffer", "copy", "copy"]
+        for _ in range(2):
+            assert torch.equal(model(_ids()).logits, expected)
+        assert stream.buffer_bytes > 0
+    assert stream.buffer_bytes == 0
+    # Each call copies its three blocks once, and the last one the two that no call came for.
+    assert sum(kind == "copy" for kind, _ in copies.log) == 2 * 3 + 2
+    with pytest.raises(ValueError, match="no inputs"), several_calls(model):
+        raise ValueError("no inputs")
+    assert stream.buffer_bytes == 0
+    undo_stream(model)
+    with several_calls(model, nn.Linear(1, 1)):
+        assert torch.equal(model(_ids()).logits, expected)

@@ -27,8 +27,6 @@ from verl_shard.planning.settings import Settings
 
 Run = tuple[int, int]
 SWEEPS = 4
-STREAM_BUFFERS = 2
-"""Blocks of a streamed model that are on the GPU: the one that runs and the one that is copied (offload_model's `ahead`)."""
 
 
 def limit_of(card: Card) -> int:
@@ -234,12 +232,24 @@ def _workspaces(traced: Trace) -> int:
 
 
 def streamed(own: RoleConfig, traced: Trace) -> int:
-    """Bytes of weights that are not on the GPU when blocks are streamed through it: all but STREAM_BUFFERS blocks."""
+    """Bytes of weights that are not on the GPU when blocks are streamed through it: all but those of `stream_buffers`."""
     if own.offload != "stream":
         return 0
     weights = traced.kinds[0, :, WEIGHTS]
-    blocks = np.sort(weights[1:-1])
-    return int(blocks.sum() - STREAM_BUFFERS * blocks[-1]) if len(blocks) > STREAM_BUFFERS else 0
+    blocks = weights[1:-1]
+    head = max(weights[0], weights[-1]) if own.task == "causal-lm" else 0
+    away = blocks.sum() - stream_buffers(len(blocks), int(blocks.max()), int(head)) * blocks.max()
+    return max(int(away), 0)
+
+
+def stream_buffers(n_blocks: int, block: int, head: int) -> int:
+    """Blocks of a streamed model that are on the GPU at a time: one that computes and two that are copied.
+
+    While a language-model head computes, no block does, and copies stop once all buffers are full: so there is one more for
+    each block's worth of weights in the head, and one for the loss. At most half of the blocks.
+    """
+    more = -(-head // block) + 1 if head else 0
+    return max(min(3 + more, n_blocks // 2), min(2, n_blocks))
 
 
 def holder_of(phase: str, settings: Settings) -> tuple[Role, RoleConfig]:

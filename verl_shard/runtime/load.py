@@ -64,7 +64,8 @@ def load_sharded(
     max_memory, devices: as for build_device_map; with "balanced" only.
     strict: raise ConfigError wherever a notice would say that something else is used.
     offload: nothing is offloaded, unless this says so of a model that only scores: its weights stay in host memory as
-        offload_model does it, the map says where it computes, and no GPU ever holds all of its share.
+        offload_model does it, the map says where it computes, and no GPU ever holds all of its share. Whoever scores
+        several batches in a row gives back what waits for the next with offload_of(model).release().
     autocast_dtype: what forward passes will be autocast to; lets fp32 weights use flash attention.
     config: a configuration to use instead of the one at the path; it is copied, not changed.
     model_kwargs: keywords of from_pretrained, such as revision or quantization_config, and fields of the configuration
@@ -124,13 +125,23 @@ def load_sharded(
         from verl_shard.runtime.offload import offload_model
 
         check_placement(model, {"": "cpu"})
-        model = offload_model(model.requires_grad_(False), placed, offload=offload)
+        # Batches follow each other: the next one's first blocks are copied while this one's head computes.
+        model = offload_model(model.requires_grad_(False), placed, offload=offload, ahead=_ahead(spec), prefetch=True)
     model.hf_device_map = dict(placed)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         check_checkpointing(model)
     _log.info("%s as %s on %s, attention %s", name, dtype_name(weights_dtype), set(placed.values()), attention)
     return model
+
+
+def _ahead(spec: ModelSpec) -> int:
+    """Blocks of a streamed model that are on a GPU at a time, as plans have it."""
+    from verl_shard.planning.layout import stream_buffers
+
+    blocks = [block.weight_bytes for block in spec.blocks if block.kind == "block"]
+    around = [block.weight_bytes for block in spec.blocks if block.kind != "block"]
+    return stream_buffers(len(blocks), max(blocks), max(around) if spec.task == "causal-lm" else 0) if blocks else 1
 
 
 def _resolve_map(

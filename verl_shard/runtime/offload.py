@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,12 @@ class Offload:
     pageable_bytes: int = 0
     streamed: Streamed | None = None
     hook: Any = None
+
+    def prepare(self) -> None:
+        """Starts copying what the next call begins with, while the host still makes its inputs. Follow it with a call, or
+        with release."""
+        if self.streamed is not None:
+            self.streamed.root.prepare()
 
     def release(self) -> None:
         """Gives back what the model still holds of the GPU beside what is resident: buffers that wait for the next call,
@@ -115,6 +122,20 @@ def offload_of(model: nn.Module) -> Offload | None:
     if told is None or (told.how != "none" and not hooks_of(model)):
         return None
     return told
+
+
+@contextmanager
+def several_calls(*models: nn.Module) -> Iterator[None]:
+    """Around calls that follow each other: the first blocks are on their way before the first call has its inputs, and what
+    waits for a call that does not come is given back at the end. Nothing for a model that is not offloaded."""
+    found = [told for model in models if (told := offload_of(model)) is not None]
+    for told in found:
+        told.prepare()
+    try:
+        yield
+    finally:
+        for told in found:
+            told.release()
 
 
 def undo_offload(model: nn.Module) -> nn.Module:

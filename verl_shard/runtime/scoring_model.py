@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from verl_shard.models.meta import Task, config_for, parse_task, positions_of, t
 from verl_shard.models.source import read_config
 from verl_shard.models.spec import device_of
 from verl_shard.runtime.load import load_sharded
+from verl_shard.runtime.offload import several_calls
 from verl_shard.runtime.scoring_inputs import (
     AGGREGATES,
     Conversation,
@@ -125,23 +126,23 @@ class ScoringModel:
         Raises RunError that names the first response that is empty, too long, or of tokens that the model does not have,
         and one whose score is no finite number; DoesNotFitError for a batch that the GPU has no memory for.
         """
-        encoded = self._encoder.encode(conversations)
         responses = [str(conversation[-1]["content"]) for conversation in conversations]
+        rows = self._scores(lambda: self._encoder.encode(conversations), responses)
         if self.task == "reward":
-            return [row[0] for row in self._scores(encoded, responses)]
+            return [row[0] for row in rows]
         combine = AGGREGATES[self.aggregate]
-        return [float(combine(row)) for row in self._scores(encoded, responses)]
+        return [float(combine(row)) for row in rows]
 
     def step_scores(self, conversations: Sequence[Conversation]) -> list[list[float]]:
         """The scores of the steps of each response, of a process model. Raises as `score`."""
         if self.task != "process-reward":
             raise RunError(f"{self.path} scores whole responses; only a token classifier scores steps")
         responses = [str(conversation[-1]["content"]) for conversation in conversations]
-        return self._scores(self._encoder.encode(conversations), responses)
+        return self._scores(lambda: self._encoder.encode(conversations), responses)
 
     def score_texts(self, texts: Sequence[str]) -> list[float]:
         """A score for each text to which a chat template was applied already. Raises as `score`."""
-        return [row[0] for row in self._scores(self._encoder.encode_texts(texts), texts)]
+        return [row[0] for row in self._scores(lambda: self._encoder.encode_texts(texts), texts)]
 
     def release(self) -> int:
         """Takes the weights off the GPUs, after the scoring under way; the bytes freed. Scoring brings them back."""
@@ -157,8 +158,13 @@ class ScoringModel:
         for copy in self._copies:
             copy.weights.restore()
 
-    def _scores(self, encoded: Sequence[Encoded], named: Sequence[str]) -> list[list[float]]:
-        """The outputs at the wanted places of each row, in order: all copies work at once, each on its share."""
+    def _scores(self, encode: Callable[[], Sequence[Encoded]], named: Sequence[str]) -> list[list[float]]:
+        """The outputs at the wanted places of each row, in order."""
+        with several_calls(*(copy.model for copy in self._copies)):
+            return self._outputs(encode(), named)
+
+    def _outputs(self, encoded: Sequence[Encoded], named: Sequence[str]) -> list[list[float]]:
+        """All copies work at once, each on its share."""
         # Similar lengths pad each other little; the longest first, so that what does not fit fails at once.
         order = sorted(range(len(encoded)), key=lambda row: (-len(encoded[row].ids), encoded[row].ids))
         width = max(1, min(self._batch_size, math.ceil(len(order) / len(self._copies))))

@@ -181,6 +181,12 @@ class RootHook(ModelHook):  # type: ignore[misc]
             module._old_forward = self._forward  # type: ignore[assignment]
         return module
 
+    def prepare(self) -> None:
+        """Starts the copies of the first blocks of a call that is about to come."""
+        with self._lock:
+            for stream in self.streams:
+                stream.begin()
+
     def release(self) -> None:
         """Gives back the buffers of the device that wait for the next call; it fills them anew."""
         with self._lock:

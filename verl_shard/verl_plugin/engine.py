@@ -26,6 +26,7 @@ from verl_shard.planning.plan_file import read_role
 from verl_shard.runtime.dispatch import input_device, keep_outputs_in_place
 from verl_shard.runtime.load import load_sharded
 from verl_shard.runtime.memory_record import record_memory
+from verl_shard.runtime.offload import several_calls
 from verl_shard.verl_plugin import hooks
 from verl_shard.verl_plugin.config import not_as_planned, untrainable
 from verl_shard.verl_plugin.gradients import GradientAverager, same_parameters
@@ -154,7 +155,8 @@ class DeviceMapEngine(FSDPEngine):
         self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
     ) -> Any:
         phase = "forward" if forward_only else "train"
-        with record_memory(self.engine_config.role, phase, ENGINES.get("actor", self).step):
+        step = ENGINES.get("actor", self).step
+        with record_memory(self.engine_config.role, phase, step), several_calls(self.module):
             return super().forward_backward_batch(data, loss_function, forward_only)
 
     def autocast(self) -> AbstractContextManager[Any]:
