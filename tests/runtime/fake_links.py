@@ -80,8 +80,8 @@ class FakeLinks(TorchDispatchMode):
         return self.rooms.get(device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = {self.of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim()}
-        known = read - {"host"}
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {self.of(t) for t in read} - {"host"}
         assert len(known) < 2, f"{func} reads tensors of {sorted(known)}"
         result = func(*args, **(kwargs or {}))
         if known and any(wait in str(func) for wait in _WAITS):
