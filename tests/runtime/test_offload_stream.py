@@ -553,6 +553,17 @@ def test_calls_that_follow_each_other_begin_early_and_leave_nothing_behind(small
     assert stream.buffer_bytes == 0
     # Each call copies its three blocks once, and the last one the two that no call came for.
     assert sum(kind == "copy" for kind, _ in copies.log) == 2 * 3 + 2
+    # Told how many come, it copies for no other.
+    before = len(copies.log)
+    with several_calls(model, each=2):
+        for _ in range(2):
+            assert torch.equal(model(_ids()).logits, expected)
+        assert stream.buffer_bytes == 0
+    assert sum(kind == "copy" for kind, _ in copies.log[before:]) == 2 * 3
+    with several_calls(model, each=1):  # and one that comes unexpectedly has its weights
+        for _ in range(2):
+            assert torch.equal(model(_ids()).logits, expected)
+    assert (stream.buffer_bytes, stream.to_come) == (0, None)
     with pytest.raises(ValueError, match="no inputs"), several_calls(model):
         raise ValueError("no inputs")
     assert stream.buffer_bytes == 0

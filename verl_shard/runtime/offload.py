@@ -40,6 +40,11 @@ class Offload:
         if self.streamed is not None:
             self.streamed.root.prepare()
 
+    def expect(self, n_calls: int | None) -> None:
+        """Says how many calls come, so that nothing is copied ahead after the last; None: it is not known."""
+        if self.streamed is not None:
+            self.streamed.root.expect(n_calls)
+
     def release(self) -> None:
         """Gives back what the model still holds of the GPU beside what is resident: buffers that wait for the next call,
         or, after cpu_offload_with_hook, the whole model."""
@@ -125,16 +130,21 @@ def offload_of(model: nn.Module) -> Offload | None:
 
 
 @contextmanager
-def several_calls(*models: nn.Module) -> Iterator[None]:
+def several_calls(*models: nn.Module, each: int | None = None) -> Iterator[None]:
     """Around calls that follow each other: the first blocks are on their way before the first call has its inputs, and what
-    waits for a call that does not come is given back at the end. Nothing for a model that is not offloaded."""
+    waits for a call that does not come is given back at the end. Nothing for a model that is not offloaded.
+
+    each: calls of each model, where they are known: then nothing is copied for one that does not come.
+    """
     found = [told for model in models if (told := offload_of(model)) is not None]
     for told in found:
         told.prepare()
+        told.expect(each)
     try:
         yield
     finally:
         for told in found:
+            told.expect(None)
             told.release()
 
 

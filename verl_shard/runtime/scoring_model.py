@@ -21,7 +21,7 @@ from verl_shard.models.meta import Task, config_for, parse_task, positions_of, t
 from verl_shard.models.source import read_config
 from verl_shard.models.spec import device_of
 from verl_shard.runtime.load import load_sharded
-from verl_shard.runtime.offload import several_calls
+from verl_shard.runtime.offload import offload_of, several_calls
 from verl_shard.runtime.scoring_inputs import (
     AGGREGATES,
     Conversation,
@@ -174,8 +174,11 @@ class ScoringModel:
         def work(number: int) -> dict[int, list[float]]:
             copy = self._copies[number]
             mine: dict[int, list[float]] = {}
+            own = batches[number :: len(self._copies)]
+            if (offloaded := offload_of(copy.model)) is not None:
+                offloaded.expect(len(own) if self._pad is not None else None)
             with torch.no_grad(), _on(copy.device):
-                for batch in batches[number :: len(self._copies)]:
+                for batch in own:
                     mine.update(zip(batch, self._forward(copy, [encoded[row] for row in batch]), strict=True))
             return mine
 

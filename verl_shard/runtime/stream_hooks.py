@@ -187,6 +187,12 @@ class RootHook(ModelHook):  # type: ignore[misc]
             for stream in self.streams:
                 stream.begin()
 
+    def expect(self, n_calls: int | None) -> None:
+        """Nothing is copied ahead of a call that does not come after so many; None: nobody knows."""
+        with self._lock:
+            for stream in self.streams:
+                stream.to_come = n_calls
+
     def release(self) -> None:
         """Gives back the buffers of the device that wait for the next call; it fills them anew."""
         with self._lock:

@@ -122,6 +122,8 @@ class BlockStream:
         self.copies = copies
         self._ahead = ahead
         self._prefetch = prefetch
+        self.to_come: int | None = None
+        """Calls that are still expected, the one under way among them; None where nobody said."""
         self._buffers: list[torch.Tensor] = []
         self._free: list[tuple[torch.Tensor, Any]] = []
         """Buffers that no block is in, and the mark of the last use of each."""
@@ -167,7 +169,9 @@ class BlockStream:
 
     def finish(self) -> None:
         """After a call: the buffers go back, unless the next call's first blocks are in them already."""
-        if not self._prefetch:
+        if self.to_come is not None:
+            self.to_come = max(self.to_come - 1, 0)
+        if not self._prefetch or self.to_come == 0:
             self.drop()
 
     def drop(self) -> None:
@@ -187,7 +191,7 @@ class BlockStream:
             if not self._free:
                 return
             coming = index + step
-            if coming >= n and not self._prefetch:
+            if coming >= n and (not self._prefetch or self.to_come in (0, 1)):
                 return
             if coming % n not in self._held:
                 self._fetch(coming % n)

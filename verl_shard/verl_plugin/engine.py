@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.py_functional import convert_to_regular_types
 from verl.workers.engine.base import EngineRegistry
@@ -63,6 +64,14 @@ def _on_host_without_its_gpu(storage: Any, location: str) -> Any:
 
 # Asked before torch's own deserializer for CUDA (20), which would raise; load_state_dict then copies to the right GPU.
 torch.serialization.register_package(19, lambda _: None, _on_host_without_its_gpu)
+
+
+def _calls(data: TensorDict) -> int | None:
+    """Forward passes that verl will make of a batch, one for each micro-batch; None where tokens decide it."""
+    if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+        return None
+    micro = tu.get_non_tensor_data(data=data, key="micro_batch_size_per_gpu", default=None)
+    return len(data) // micro if micro else None
 
 
 class DeviceMapEngine(FSDPEngine):
@@ -156,7 +165,7 @@ class DeviceMapEngine(FSDPEngine):
     ) -> Any:
         phase = "forward" if forward_only else "train"
         step = ENGINES.get("actor", self).step
-        with record_memory(self.engine_config.role, phase, step), several_calls(self.module):
+        with record_memory(self.engine_config.role, phase, step), several_calls(self.module, each=_calls(data)):
             return super().forward_backward_batch(data, loss_function, forward_only)
 
     def autocast(self) -> AbstractContextManager[Any]:
