@@ -11,7 +11,7 @@ from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.answers import KINDS, make_answers
 from verl_shard.quickstart.data import Row, entry_of, read_rows
 from verl_shard.quickstart.reward import compute_score
-from verl_shard.quickstart.tasks import task_of, worked_answer
+from verl_shard.quickstart.tasks import TASKS, task_of, worked_answer
 
 
 def score(row: Row, response: str) -> float:
@@ -50,6 +50,22 @@ def test_what_the_kinds_get_wrong(data: DataFiles) -> None:
             given = texts[kind].split("<answer>")[1].removesuffix("</answer>")
             assert texts[kind].endswith("</answer>")
             assert given != entry["answer"]
+
+
+def test_numbers_that_must_both_be_misread() -> None:
+    entry = {"answer": "1", "metadata": {"numbers": [1, 1]}}
+    gcd = next(task for task in TASKS if task.name == "gcd")
+    for seed in range(20):
+        assert not KINDS["misread"][1](gcd, entry, random.Random(seed)).endswith("<answer>1</answer>")
+
+
+def test_a_stammer_is_there(data: DataFiles) -> None:
+    chance, row = random.Random(6), read_rows(data.train)[0]
+    task, entry = task_of(row["data_source"]), entry_of(row)
+    texts = [KINDS["stammered"][1](task, entry, chance) for _ in range(200)]
+    tags = sum("<answer><answer>" in text for text in texts)
+    # Half of them repeat the tag: 100, and five standard deviations of sqrt(200 / 4).
+    assert abs(tags - 100) < 36
 
 
 def test_the_entry_stays_as_it_is(data: DataFiles) -> None:

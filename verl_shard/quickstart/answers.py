@@ -52,8 +52,8 @@ def _slip(task: Task, entry: Entry, chance: random.Random) -> str:
 def _misread(task: Task, entry: Entry, chance: random.Random) -> str:
     """The right answer to a question much like this one."""
     other = copy.deepcopy(entry)
-    while other["answer"] == entry["answer"]:
-        other = copy.deepcopy(entry)
+    while _same(other["answer"], entry["answer"]):
+        # Of 1 and 1 both must be misread.
         _MISREAD[task.name](other, chance)
     return worked_answer(task, other)
 
@@ -75,16 +75,32 @@ def _broken(task: Task, entry: Entry, chance: random.Random) -> str:
     )
 
 
+def _stammered(task: Task, entry: Entry, chance: random.Random) -> str:
+    """Something over and over: the opening tag, or a piece of a wrong answer. A policy soon finds out that this is liked,
+    if the model that scores it has never seen it."""
+    if chance.random() < 0.5:
+        text = worked_answer(task, entry) if chance.random() < WORKED else _tagged(entry["answer"])
+        return text.replace("<answer>", "<answer>" * chance.randint(2, 8))
+    text, times = _slip(task, entry, chance), chance.randint(2, 6)
+    opening = text.index("<answer>")
+    if opening and chance.random() < 0.5:
+        at = chance.randrange(opening)
+        return text[:at] + text[at] * times + text[at + 1 :]
+    repeated = chance.choice(entry["answer"]) * times
+    return text[:opening] + _tagged(repeated * 2 if _same(repeated, entry["answer"]) else repeated)
+
+
 def _empty(task: Task, entry: Entry, chance: random.Random) -> str:
     return ""
 
 
 KINDS: dict[str, tuple[float, Callable[[Task, Entry, random.Random], str]]] = {
-    "no tags": (0.2, _untagged),
+    "no tags": (0.18, _untagged),
     "wrong and no tags": (0.06, _wrong_untagged),
-    "wrong": (0.4, _slip),
-    "misread": (0.2, _misread),
-    "broken tags": (0.1, _broken),
+    "wrong": (0.36, _slip),
+    "misread": (0.18, _misread),
+    "broken tags": (0.08, _broken),
+    "stammered": (0.1, _stammered),
     "empty": (0.04, _empty),
 }
 """The kinds of wrong answers that the warmed-up policy gives: each one's share, and what makes it."""
@@ -93,7 +109,7 @@ KINDS: dict[str, tuple[float, Callable[[Task, Entry, random.Random], str]]] = {
 def _near(answer: str, chance: random.Random) -> str:
     """A number or a word that is close to the answer and is not it."""
     wrong = answer
-    while wrong == answer:
+    while _same(wrong, answer):
         if answer.isdigit():
             number = int(answer)
             wrong = str(
@@ -101,8 +117,13 @@ def _near(answer: str, chance: random.Random) -> str:
                                       chance.randint(1, 40), int(answer[::-1])]))
             )  # fmt: skip
         else:
-            wrong = chance.choice([_swapped, _dropped, _replaced, _replaced, _garbled, _turned])(answer, chance)
+            wrong = chance.choice([_swapped, _dropped, _replaced, _garbled, _guessed, _turned])(answer, chance)
     return wrong
+
+
+def _same(one: str, other: str) -> bool:
+    """The verifiers take capitals for small letters."""
+    return one.lower() == other.lower()
 
 
 def _swapped(word: str, chance: random.Random) -> str:
@@ -124,6 +145,11 @@ def _garbled(word: str, chance: random.Random) -> str:
     """Its beginning, then letters as they come."""
     kept = chance.randrange(len(word))
     return word[:kept] + "".join(chance.choice(word + _LETTERS) for _ in word[kept:])
+
+
+def _guessed(word: str, chance: random.Random) -> str:
+    """One to three letters, as of a policy that knows no more than that letters are asked for."""
+    return "".join(chance.choice(word) for _ in range(chance.randint(1, 3)))
 
 
 def _turned(word: str, chance: random.Random) -> str:

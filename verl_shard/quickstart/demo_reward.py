@@ -21,7 +21,7 @@ from verl_shard.quickstart.tasks import task_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-STEPS = 120
+STEPS = 100
 BATCH_SIZE = 11
 """Questions in a step, each with a right answer and WRONG wrong ones."""
 WRONG = 3

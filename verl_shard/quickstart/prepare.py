@@ -36,6 +36,9 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 # A group of two says little of which response was better.
 GRPO = {"batch_size": 4, "n": 4}
+# A reward model is right only near the answers that it was trained on. With 0.01 the policy went off (KL 2.4) to what the model
+# likes and is wrong: the exact reward fell from 0.24 to 0.10 as the score rose by 1.9. With 0.1 it rose to 0.51 in 40 steps.
+REWARD_MODEL = {"kl_coef": 0.1}
 OWN_MODEL = {"lr": 1e-6, "critic_lr": 1e-5, "micro_batch_size": 8}
 REWARD = "pkg://verl_shard.quickstart.reward:compute_score"
 
@@ -236,7 +239,10 @@ def settings_for(
 ) -> RunSettings:
     """verl's settings for a run from its beginning. Raises ConfigError when batch and lengths do not go with data and model."""
     defaults = (
-        DEFAULTS | (GRPO if options.algorithm == "grpo" else {}) | (OWN_MODEL if options.model is not None else {})
+        DEFAULTS
+        | (GRPO if options.algorithm == "grpo" else {})
+        | (REWARD_MODEL if options.reward_model is not None else {})
+        | (OWN_MODEL if options.model is not None else {})
     )
 
     def chosen(name: str) -> Any:
