@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from verl_shard.planning.build import build_plan as build_plan
     from verl_shard.planning.plan import Plan as Plan
     from verl_shard.runtime.load import load_sharded as load_sharded
+    from verl_shard.runtime.micro_batches import run_micro_batches as run_micro_batches
     from verl_shard.runtime.offload import offload_model as offload_model
+    from verl_shard.runtime.pipeline import dispatch_model as dispatch_model
     from verl_shard.training.ppo_trainer import PPOTrainer as PPOTrainer
 
 _HOME = {
@@ -38,6 +40,8 @@ _HOME = {
     "Plan": "verl_shard.planning.plan",
     "load_sharded": "verl_shard.runtime.load",
     "offload_model": "verl_shard.runtime.offload",
+    "dispatch_model": "verl_shard.runtime.pipeline",
+    "run_micro_batches": "verl_shard.runtime.micro_batches",
     "PPOTrainer": "verl_shard.training.ppo_trainer",
     "Finding": "verl_shard.common.errors",
     "ShardError": "verl_shard.common.errors",

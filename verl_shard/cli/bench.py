@@ -105,6 +105,19 @@ def offload(
     bench_offload(result=out, model=model, calls=calls, as_json=json)
 
 
+def pipeline(
+    out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
+    model: Annotated[str, typer.Option(help="A model of the zoo, whose shape the model has.")] = "qwen2-7b",
+    runs: Annotated[int, typer.Option(help="Timed steps of each kind.", min=1)] = 4,
+    gpus: Annotated[int | None, typer.Option(help="How many GPUs; by default all there are.", min=1)] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """A model over this machine's GPUs in micro-batches: our dispatch, accelerate's, and one GPU; seconds and memory."""
+    from verl_shard.bench.pipeline import bench_pipeline
+
+    bench_pipeline(result=out, model=model, runs=runs, gpus=gpus, as_json=json)
+
+
 def add_to(app: typer.Typer) -> None:
     """Adds the verb and its measurements."""
     bench = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
@@ -115,5 +128,6 @@ def add_to(app: typer.Typer) -> None:
     bench.command("rates")(rates)
     bench.command("times")(times)
     bench.command("offload")(offload)
+    bench.command("pipeline")(pipeline)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")
