@@ -160,8 +160,11 @@ class ScoringModel:
 
     def _scores(self, encode: Callable[[], Sequence[Encoded]], named: Sequence[str]) -> list[list[float]]:
         """The outputs at the wanted places of each row, in order."""
-        with several_calls(*(copy.model for copy in self._copies)):
-            return self._outputs(encode(), named)
+        # The lock is outermost: what one call gives back at its end may be what another computes with.
+        with self._lock:
+            self._restore()
+            with several_calls(*(copy.model for copy in self._copies)):
+                return self._outputs(encode(), named)
 
     def _outputs(self, encoded: Sequence[Encoded], named: Sequence[str]) -> list[list[float]]:
         """All copies work at once, each on its share."""
@@ -182,14 +185,12 @@ class ScoringModel:
                     mine.update(zip(batch, self._forward(copy, [encoded[row] for row in batch]), strict=True))
             return mine
 
-        with self._lock:
-            self._restore()
-            if len(self._copies) == 1:
-                scores = work(0)
-            else:
-                with ThreadPoolExecutor(len(self._copies), thread_name_prefix="verl_shard_score") as pool:
-                    for part in pool.map(work, range(len(self._copies))):
-                        scores.update(part)
+        if len(self._copies) == 1:
+            scores = work(0)
+        else:
+            with ThreadPoolExecutor(len(self._copies), thread_name_prefix="verl_shard_score") as pool:
+                for part in pool.map(work, range(len(self._copies))):
+                    scores.update(part)
         for row, found in sorted(scores.items()):
             if wrong := [score for score in found if not math.isfinite(score)]:
                 raise RunError(
