@@ -59,6 +59,16 @@ class Encoded:
 
 
 @dataclass(frozen=True)
+class _Read:
+    """A conversation as text; `ends` are places in `content`, the response as the model reads it."""
+
+    named: str
+    text: str
+    content: str
+    ends: list[int]
+
+
+@dataclass(frozen=True)
 class Encoder:
     """Makes tokens of conversations, or says in one message why there can be none.
 
@@ -90,25 +100,38 @@ class Encoder:
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded]:
         """The tokens of each conversation, in order. Raises RunError that names the first one that cannot be scored."""
-        return [self._encode(conversation, index) for index, conversation in enumerate(conversations)]
+        read: list[_Read] = []
+        wrong: RunError | None = None
+        for index, conversation in enumerate(conversations):
+            try:
+                read.append(self._read(conversation, index))
+            except RunError as error:  # the first is named: it may be an earlier one that is too long
+                wrong = error
+                break
+        tokens = self._tokens([one.text for one in read])
+        encoded = []
+        for one, (ids, offsets) in zip(read, tokens, strict=True):
+            at = self._positions(one.text, one.content, one.ends, offsets) if self.steps is not None else ()
+            encoded.append(self._fitted(ids, at, one.named))
+        if wrong is not None:
+            raise wrong
+        return encoded
 
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
         """As `encode`, of whole texts in which a chat template has been applied already."""
         if self.steps is not None:
             raise RunError(f"{self.limits.name} scores steps, which need the response and not a finished text")
-        return [self._fitted(self._tokens(text)[0], (), f"text {index}") for index, text in enumerate(texts)]
+        tokens = self._tokens(texts)
+        return [self._fitted(ids, (), f"text {index}") for index, (ids, _) in enumerate(tokens)]
 
-    def _encode(self, conversation: Conversation, index: int) -> Encoded:
+    def _read(self, conversation: Conversation, index: int) -> _Read:
         response = str(conversation[-1]["content"])
         named = f"response {index} ({shown(response)})"
         content, ends = self._marked(response)
         if not content.strip():
             self._say_empty(named)
         messages = [*conversation[:-1], {**conversation[-1], "content": content}]
-        text = self._text(messages)
-        ids, offsets = self._tokens(text)
-        at = self._positions(text, content, ends, offsets) if self.steps is not None else ()
-        return self._fitted(ids, at, named)
+        return _Read(named, self._text(messages), content, ends)
 
     def _marked(self, response: str) -> tuple[str, list[int]]:
         """The response as the model reads it, and where in it each step's mark ends."""
@@ -136,13 +159,22 @@ class Encoder:
             return "\n".join(str(message["content"]) for message in messages)
         return render(self.tokenizer, messages, self.limits.name)
 
-    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """(ids, the place of each in the text). A template writes special tokens itself."""
+    def _tokens(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """(ids, the place of each in the text) of each text, all at once: a tokenizer has a thread for each core then.
+
+        A template writes special tokens itself.
+        """
+        if not texts:
+            return []
         places = self.steps is not None
         made = self.tokenizer(
-            text, add_special_tokens=not self.tokenizer.chat_template, return_offsets_mapping=places, verbose=False
+            list(texts),
+            add_special_tokens=not self.tokenizer.chat_template,
+            return_offsets_mapping=places,
+            verbose=False,
         )
-        return made["input_ids"], made["offset_mapping"] if places else []
+        offsets = made["offset_mapping"] if places else [[] for _ in texts]
+        return list(zip(made["input_ids"], offsets, strict=True))
 
     def _positions(
         self, text: str, content: str, ends: Sequence[int], offsets: Sequence[tuple[int, int]]
