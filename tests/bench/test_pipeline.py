@@ -1,0 +1,114 @@
+"""The bench of pipelines: what is timed of which way, maps by arithmetic, and what it says where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from shapes import small_qwen2
+from typer.testing import CliRunner
+
+from verl_shard.bench import pipeline
+from verl_shard.bench.pipeline import KINDS, PipelineRow, Way, bench_pipeline, even_map, measure, tables, ways
+from verl_shard.cli.main import app
+from verl_shard.common.errors import ConfigError
+from verl_shard.common.tables import as_text
+from verl_shard.runtime.stream_hooks import hooks_of
+
+
+class Meter:
+    """Counts what is asked of it, in the GPUs' place."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def wait(self) -> None: ...
+
+    def empty(self) -> None: ...
+
+    def begin_peak(self) -> None:
+        self.begun += 1
+
+    def peaks(self) -> tuple[int, ...]:
+        return (self.begun, 10 * self.begun)
+
+
+def causal(**fields: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(small_qwen2(**fields))
+
+
+def test_each_way_and_kind_is_timed_with_each_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: now[0])
+    log: list[tuple[str, int, bool, bool]] = []
+
+    def step(name: str, cost: float) -> Any:
+        def run(model: Any, batches: Sequence[Mapping[str, Any]], train: bool) -> list[torch.Tensor]:
+            now[0] += cost * (9 if (name, len(batches), train) not in [entry[:3] for entry in log] else 1)
+            log.append((name, len(batches), train, model.model.layers[0].gradient_checkpointing))
+            if name == "bad" and len(batches) == 8:
+                raise torch.cuda.OutOfMemoryError
+            assert sum(len(batch["input_ids"]) for batch in batches) == 8
+            return [torch.tensor(float(len(batches)))] * len(batches)
+
+        return run
+
+    prepared: list[str] = []
+    offered = [Way(n, lambda model, n=n: prepared.append(n), step(n, c)) for n, c in (("good", 1.0), ("bad", 2.0))]  # type: ignore[misc]
+    rows = measure(causal(), torch.ones(8, 3, dtype=torch.long), offered, Meter(), runs=2)
+    assert prepared == ["good", "bad"]
+    counts = [(KINDS[0], n) for n in (1, 2, 4, 8)] + [(kind, n) for kind in KINDS[1:] for n in (2, 4, 8)]
+    assert [(row.way, row.kind, row.micro_batches) for row in rows] == [
+        (w, *c) for w in ("good", "bad") for c in counts
+    ]
+    assert {row.seconds for row in rows if row.way == "good"} == {1.0}  # the first, of 9 seconds, warms up
+    assert {row.seconds for row in rows if row.way == "bad"} == {2.0, None}
+    assert rows[3].peaks == (4, 40)
+    assert rows[3].loss == 8.0
+    assert rows[-1] == PipelineRow("bad", KINDS[2], 8, None, (), None)
+    assert {entry[3] for entry in log if not entry[2]} == {False}
+    assert {entry[3] for entry in log if entry[2]} == {False, True}
+    text = as_text(120, *tables("small", rows))
+    cells = [[cell for cell in line.split() if cell != "│"] for line in text.splitlines()]
+    assert ["good", "1.000", "1.000", "1.000", "1.000", "0.0", "0.0", "0.0", "0.0"] in cells
+    assert ["bad", "2.000", "2.000", "-", "0.0", "0.0", "-"] in cells
+    even = PipelineRow("even", KINDS[0], 1, 0.25, (3 * 10**9, 5 * 10**9), 1.0)
+    alone = as_text(120, *tables("small", [even])[:1])
+    assert ["even", "0.250", "5.0"] in [[c for c in line.split() if c != "│"] for line in alone.splitlines()]
+
+
+def test_all_ways_compute_the_same_and_the_last_is_ours() -> None:
+    model = causal()
+    offered = ways({"": "cpu"})  # type: ignore[dict-item]
+    rows = measure(model, torch.randint(1, 500, (8, 5)), offered, Meter(), runs=1)
+    assert [way.name for way in offered] == ["one GPU", "accelerate's dispatch_model", "ours"]
+    assert len(rows) == 30
+    losses = [row.loss for row in rows]
+    assert losses == pytest.approx([losses[0]] * 30, abs=1e-5)
+    assert type(hooks_of(model)[0]).__name__ == "RootHook"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_head_counts_as_many_blocks_as_it_has_times_a_blocks_parameters() -> None:
+    # 4 blocks of h = 64: projections 2 * 64 * 64 + 2 * 64 * 32, a feed-forward of 3 * 64 * 160, so about 43k; a head of
+    # 64 * 2700 = 173k is 4 blocks: it has a GPU of its own. One of 64 * 512 = 33k is less than one.
+    large, small = even_map(causal(vocab_size=2700), 2), even_map(causal(vocab_size=512), 2)
+    assert [large[f"model.layers.{i}"] for i in range(4)] == [0, 0, 0, 0]
+    assert [small[f"model.layers.{i}"] for i in range(4)] == [0, 0, 1, 1]
+    assert (large["model.embed_tokens"], large["lm_head"], small["lm_head"]) == (0, 1, 1)
+    assert even_map(causal(tie_word_embeddings=True), 2)["lm_head"] == 0
+    assert set(even_map(causal(), 1).values()) == {0}
+
+
+def test_what_is_said_without_a_gpu_and_of_an_unknown_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not in the zoo"):
+        bench_pipeline(result=None, model="nothing")
+    if torch.cuda.device_count() == 0:
+        called = CliRunner().invoke(app, ["bench", "pipeline", "--out", str(tmp_path / "made.json")])
+        assert called.exit_code != 0
+        assert not (tmp_path / "made.json").exists()
