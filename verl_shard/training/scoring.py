@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_shard.training.rewards import Rewards
@@ -11,27 +11,31 @@ from verl_shard.verl_plugin.local.run import Sample, Score, Scored
 
 def scorer(rewards: Rewards | None) -> Score:
     """The function that a local run scores with. None: verl's own rewards, by data_source."""
-    compute: Callable[..., Any]
-    if rewards is None:
-        from verl_shard.verl_plugin.local.default_reward import default_reward as compute
-    else:
-        compute = rewards.compute_score
 
     def score(samples: Sequence[Sample], tokenizer: Any) -> list[Scored]:
-        return [_scored(compute, sample, tokenizer) for sample in samples]
+        asked = [_asked(sample, tokenizer) for sample in samples]
+        if rewards is not None:
+            return [_scored(result) for result in rewards.compute_scores(asked)]
+        from verl_shard.verl_plugin.local.default_reward import default_reward
+
+        return [_scored(default_reward(**one)) for one in asked]
 
     return score
 
 
-def _scored(compute: Callable[..., Any], sample: Sample, tokenizer: Any) -> Scored:
-    """Mirrors verl's NaiveRewardManager.run_single."""
+def _asked(sample: Sample, tokenizer: Any) -> dict[str, Any]:
+    """What verl's NaiveRewardManager.run_single hands to a reward."""
     row = sample.row
-    result = compute(
-        data_source=row["data_source"],
-        solution_str=tokenizer.decode(sample.response, skip_special_tokens=True),
-        ground_truth=row["reward_model"]["ground_truth"],
-        extra_info={**row.get("extra_info", {}), "num_turns": 2, "rollout_reward_scores": {}},
-    )
+    return {
+        "data_source": row["data_source"],
+        "solution_str": tokenizer.decode(sample.response, skip_special_tokens=True),
+        "ground_truth": row["reward_model"]["ground_truth"],
+        "extra_info": {**row.get("extra_info", {}), "num_turns": 2, "rollout_reward_scores": {}},
+    }
+
+
+def _scored(result: Any) -> Scored:
+    """What it makes of the reward's answer."""
     if isinstance(result, Mapping):
         return float(result["score"]), dict(result)
     return float(result), {"acc": result}

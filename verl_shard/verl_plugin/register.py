@@ -25,9 +25,11 @@ def _load_engines() -> None:
 
 
 def _prepare_trainer(config: Any) -> None:
+    from verl_shard.verl_plugin.reward.settings import prepare_reward_config
     from verl_shard.verl_plugin.trainer_config import prepare_trainer_config
 
     prepare_trainer_config(config)
+    prepare_reward_config(config)
 
 
 def register() -> bool:
