@@ -77,6 +77,22 @@ def test_what_is_handed_over_is_what_the_reward_worker_reads(judge: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("options", "reward", "kl_coef"),
+    [
+        ({}, prepare.REWARD, 0.01),
+        ({"reward_model": "demo"}, "pkg://verl_shard.training.handed_reward:compute_score", 0.1),
+        ({"reward_model": "demo", "kl_coef": 0.5}, "pkg://verl_shard.training.handed_reward:compute_score", 0.5),
+    ],
+)
+def test_verl_is_told_of_the_reward_model(
+    files: DataFiles, model_dir: Path, tmp_path: Path, options: dict[str, Any], reward: str, kl_coef: float
+) -> None:
+    run: Any = SimpleNamespace(path=tmp_path)
+    made = prepare.settings_for(QuickstartOptions(**options), run, files, model_dir, prepare.Device(()))
+    assert (made.reward, made.kl_coef) == (reward, kl_coef)
+
+
+@pytest.mark.parametrize(
     ("options", "exact"),
     [
         ({}, "pkg://verl_shard.quickstart.reward:compute_score"),

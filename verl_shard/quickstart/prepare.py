@@ -36,8 +36,8 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 # A group of two says little of which response was better.
 GRPO = {"batch_size": 4, "n": 4}
-# A reward model is right only near the answers that it was trained on. With 0.01 the policy went off (KL 2.4) to what the model
-# likes and is wrong: the exact reward fell from 0.24 to 0.10 as the score rose by 1.9. With 0.1 it rose to 0.51 in 40 steps.
+# A reward model is right only near the answers that it was trained on, and a policy finds the others: with 0.01 a demo that was
+# right of 78 % of pairs gained 1.9 in score at a KL of 2.4, while the exact reward fell from 0.24 to 0.10.
 REWARD_MODEL = {"kl_coef": 0.1}
 OWN_MODEL = {"lr": 1e-6, "critic_lr": 1e-5, "micro_batch_size": 8}
 REWARD = "pkg://verl_shard.quickstart.reward:compute_score"
