@@ -20,9 +20,9 @@ from torch import nn
 
 from verl_shard.common.errors import ConfigError, RunError
 from verl_shard.runtime.offload import offload_model
-from verl_shard.runtime.pipeline import dispatch_model, pipeline_of
+from verl_shard.runtime.pipeline import _check_plain, dispatch_model, pipeline_of
 from verl_shard.runtime.pipeline_hooks import Travels
-from verl_shard.runtime.pipeline_links import carry
+from verl_shard.runtime.pipeline_links import GpuLinks, carry
 from verl_shard.runtime.stream_hooks import hooks_of
 
 N_GPUS = torch.cuda.device_count()
@@ -234,6 +234,28 @@ def test_what_cannot_be_meant_is_refused_all_at_once() -> None:
     if N_GPUS < 2:
         with pytest.raises(ConfigError, match=r"torch sees \d GPUs here|there (is|are) \d GPU"):
             dispatch_model(model, two_stages())
+
+
+def test_a_weight_that_is_no_plain_tensor_stays_or_is_refused() -> None:
+    class Quantized(nn.Parameter):
+        pass
+
+    model = causal()
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = Quantized(layer.weight.data)
+    dispatch_model(model, {"": "cpu"})
+    layer.weight = Quantized(layer.weight.data)
+    with pytest.raises(ConfigError, match="is a Quantized on cpu"):
+        _check_plain(model, {"": 0})
+
+
+@pytest.mark.skipif(N_GPUS < 1, reason="needs a GPU")
+def test_a_gradient_moves_with_its_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    GpuLinks().place(parameter, torch.device("cuda", 0))
+    assert parameter.grad is not None
+    assert (parameter.device.type, parameter.grad.device.type) == ("cuda", "cuda")
 
 
 def test_an_offloaded_model_is_refused() -> None:

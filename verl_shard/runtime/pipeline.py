@@ -12,7 +12,7 @@ from torch import nn
 
 from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.mapping.check import check_device_map
-from verl_shard.mapping.devices import DeviceId, parse_device
+from verl_shard.mapping.devices import DeviceId, parse_device, torch_device
 from verl_shard.models.read import read_model
 from verl_shard.models.spec import device_of
 from verl_shard.runtime.pipeline_hooks import PassHook, RootHook, StageHook, Travels
@@ -91,6 +91,8 @@ def dispatch_model(
         why = f"inputs go where the input embedding is, on {first}"
         raise config_error("main-device", "main_device", main_device, why, "Leave it out, or map the embedding there")
 
+    if links is None:
+        _check_plain(model, placed)
     used = GpuLinks() if links is None else links
     detach(list(model.modules()), (*_OURS, AlignDevicesHook))
     for name, tensor in _tensors(model):
@@ -126,6 +128,15 @@ def _check_model(model: nn.Module) -> None:
     if empty := next((key for key, tensor in _tensors(model) if tensor.device.type == "meta"), None):
         why = f"{empty} has no data (it is on meta)"
         raise config_error("no-data", "model", name, why, "Load its weights first")
+
+
+def _check_plain(model: nn.Module, placed: Mapping[str, DeviceId]) -> None:
+    """Raises ConfigError for a quantized or sharded weight that would have to move: it is more than its data."""
+    plain = (torch.Tensor, nn.Parameter, nn.Buffer)
+    for name, tensor in _tensors(model):
+        if type(tensor) not in plain and tensor.device != torch_device(device_of(placed, name)):
+            why = f"{name} is a {type(tensor).__name__} on {tensor.device}, which cannot be moved as plain data"
+            raise config_error("not-plain", "model", type(model).__name__, why, "Load it with this device map")
 
 
 def _checked(model: nn.Module, device_map: Any, *, real: bool) -> dict[str, DeviceId]:

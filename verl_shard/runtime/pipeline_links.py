@@ -69,7 +69,9 @@ class GpuLinks:
 
     def place(self, tensor: torch.Tensor, device: torch.device) -> None:
         if tensor.device != device:
+            gradient, tensor.grad = tensor.grad, None  # must be where its tensor is
             tensor.data = tensor.data.to(device)
+            tensor.grad = None if gradient is None else gradient.to(device)
 
     def _pair(self, source: torch.device, target: torch.device) -> tuple[Any, Any]:
         """The streams of a copy, on the device that it comes from (None of the host) and on the one it goes to."""
