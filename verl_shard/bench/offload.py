@@ -97,8 +97,7 @@ def bench_offload(
 ) -> list[OffloadRow]:
     """Measures all ways with a reward model of a model of the zoo's shape, with random weights in bf16; prints a table,
     or JSON, and writes JSON when `result` is given. Raises ConfigError without a GPU and for an unknown model."""
-    if model not in (known := [entry["name"] for entry in zoo()]):
-        raise config_error("model", "--model", model, "not in the zoo", f"Use one of {', '.join(known)}")
+    check_model(model)
     need_gpu("offload", "what auto chooses from bytes needs none: choose_offload")
     import torch
 
@@ -135,6 +134,12 @@ def bench_offload(
     if result is not None:
         write_whole(result, text)
     return rows
+
+
+def check_model(model: str) -> None:
+    """Raises ConfigError for a model that the zoo does not have."""
+    if model not in (known := [entry["name"] for entry in zoo()]):
+        raise config_error("model", "--model", model, "not in the zoo", f"Use one of {', '.join(known)}")
 
 
 def link_rate() -> float:

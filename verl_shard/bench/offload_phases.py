@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import statistics
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_shard.bench.offload import GpuMeter, check_model, link_rate
 from verl_shard.bench.rates import need_gpu
 from verl_shard.bench.start import machine
 from verl_shard.common.files import write_whole
@@ -27,7 +27,8 @@ WAYS = ("none", "stream")
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """One phase, shape and way. Bytes are of the GPU: peak in the phase, idle beside other phases.
+    """One phase, shape and way. Bytes of the GPU, beside what was there before the model: peak in the phase, idle beside other
+    phases, and freed, which the resident model holds idle and this one does not.
 
     limit_s: the longer of the phase with resident weights and of a copy of the blocks for each micro-batch.
     """
@@ -40,6 +41,7 @@ class PhaseRow:
     seconds: float
     peak: int
     idle: int
+    freed: int
     limit_s: float
 
     @property
@@ -47,16 +49,17 @@ class PhaseRow:
         return self.seconds / self.limit_s
 
 
-def bench_offload_phases(*, result: Path | None, model: str = "qwen2-7b", calls: int = 5) -> list[PhaseRow]:
-    """Runs both phases with random weights of a model of the zoo's shape in bf16; prints a table, and writes JSON.
+def bench_offload_phases(
+    *, result: Path | None, model: str = "qwen2-7b", calls: int = 5, as_json: bool = False
+) -> list[PhaseRow]:
+    """Runs both phases with random weights of a model of the zoo's shape in bf16; prints a table, or JSON, and writes JSON
+    when `result` is given.
 
     ref_log_prob is TrainingWorker.infer_batch of verl over our engine, as the trainer asks for it; reward is
-    ScoringModel.score over conversations. Raises ConfigError without a GPU.
+    ScoringModel.score over conversations. Raises ConfigError without a GPU and for an unknown model.
     """
+    check_model(model)
     need_gpu("offload --phases", "tests run both phases on the CPU")
-    import torch
-
-    from verl_shard.bench.offload import link_rate
     from verl_shard.bench.stock import config_of
     from verl_shard.verl_plugin.stock_engine import one_process
 
@@ -69,15 +72,19 @@ def bench_offload_phases(*, result: Path | None, model: str = "qwen2-7b", calls:
         made = make_folders(config, folder)
         for sequences, micro, tokens in SHAPES:
             for start in (reference(made, sequences, micro, tokens), reward(made, sequences, micro, tokens)):
-                rows += phase_rows(start, sequences, micro, tokens, copy_s=made.block_bytes / link, calls=calls)
-                torch.cuda.empty_cache()
-    out.print(_table(model, rows, link, made.block_bytes))
+                copy_s = made.block_bytes / link
+                rows += phase_rows(start, sequences, micro, tokens, copy_s=copy_s, calls=calls, meter=GpuMeter())
+    record = {
+        "schema": SCHEMA, "machine": machine(), "model": model, "link_bandwidth": link, "block_bytes": made.block_bytes,
+        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+    }  # fmt: skip
+    text = json.dumps(record, indent=1) + "\n"
+    if as_json:
+        print(text, end="")
+    else:
+        out.print(phases_table(model, rows, link, made.block_bytes))
     if result is not None:
-        record = {
-            "schema": SCHEMA, "machine": machine(), "model": model, "link_bandwidth": link, "block_bytes": made.block_bytes,
-            "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
-        }  # fmt: skip
-        write_whole(result, json.dumps(record, indent=1) + "\n")
+        write_whole(result, text)
     return rows
 
 
@@ -167,46 +174,45 @@ def reward(made: Folders, sequences: int, micro: int, tokens: int) -> Start:
     return "reward", start
 
 
-def phase_rows(start: Start, sequences: int, micro: int, tokens: int, *, copy_s: float, calls: int) -> list[PhaseRow]:
-    """The phase with resident weights, and with streamed ones."""
-    import torch
-
+def phase_rows(
+    start: Start, sequences: int, micro: int, tokens: int, *, copy_s: float, calls: int, meter: Any
+) -> list[PhaseRow]:
+    """The phase with resident weights, and with streamed ones. meter: time and memory, as GpuMeter."""
     phase, make = start
     rows: list[PhaseRow] = []
-    cuda = torch.cuda.is_available()
-    limit = 0.0
     for offload in WAYS:
+        meter.empty()  # a model before this one may not have been collected yet
+        before = meter.held()
         run = make(offload)
         run()
         run()
         seconds = []
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+        meter.wait()
+        meter.begin_peak()
         for _ in range(calls):
             began = time.perf_counter()
             run()
-            if cuda:
-                torch.cuda.synchronize()
+            meter.wait()
             seconds.append(time.perf_counter() - began)
+        peak = meter.peak() - before
+        meter.empty()
+        idle = meter.held() - before
         median = statistics.median(seconds)
-        limit = limit or max(median, sequences / micro * copy_s)
-        idle, peak = (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) if cuda else (0, 0)
-        rows.append(PhaseRow(phase, offload, sequences, micro, tokens, median, peak, idle, limit))
+        limit = rows[0].limit_s if rows else max(median, sequences / micro * copy_s)
+        freed = rows[0].idle - idle if rows else 0
+        rows.append(PhaseRow(phase, offload, sequences, micro, tokens, median, peak, idle, freed, limit))
         del run
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
+    meter.empty()
     return rows
 
 
-def _table(model: str, rows: Sequence[PhaseRow], link: float, block_bytes: int) -> Any:
-    freed = {(row.phase, row.tokens): row.idle for row in rows if row.offload == "none"}
+def phases_table(model: str, rows: Sequence[PhaseRow], link: float, block_bytes: int) -> Any:
+    """All rows; GB are 10**9 bytes."""
     shown = [
         (
             row.phase, f"{row.sequences} x {row.tokens} in {row.micro_batch}s", row.offload, f"{row.seconds:.3f}",
             f"{row.ratio:.3f}", f"{row.peak / 1e9:.2f}", f"{row.idle / 1e9:.2f}",
-            f"{(freed[row.phase, row.tokens] - row.idle) / 1e9:.2f}",
+            f"{row.freed / 1e9:.2f}",
         )
         for row in rows
     ]  # fmt: skip

@@ -95,14 +95,23 @@ def stock(
 
 def offload(
     out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
-    model: Annotated[str, typer.Option(help="A model of the zoo, whose shape the reward model has.")] = "qwen2-7b",
+    model: Annotated[str, typer.Option(help="A model of the zoo, whose shape the scoring models have.")] = "qwen2-7b",
     calls: Annotated[int, typer.Option(help="Timed calls of each way and shape.", min=1)] = 7,
+    phases: Annotated[
+        bool,
+        typer.Option("--phases", help="The reference and the reward phase of a PPO step instead, and the GB freed."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """A reward model out of this machine's first GPU, every way: seconds a call, memory, set-up, and the copy's limit."""
-    from verl_shard.bench.offload import bench_offload
+    if phases:
+        from verl_shard.bench.offload_phases import bench_offload_phases
 
-    bench_offload(result=out, model=model, calls=calls, as_json=json)
+        bench_offload_phases(result=out, model=model, calls=calls, as_json=json)
+    else:
+        from verl_shard.bench.offload import bench_offload
+
+        bench_offload(result=out, model=model, calls=calls, as_json=json)
 
 
 def pipeline(
