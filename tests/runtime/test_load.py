@@ -13,6 +13,7 @@ import transformers
 from verl_shard import build_device_map, load_sharded
 from verl_shard.common.errors import ConfigError, RunError
 from verl_shard.common.notices import ShardNotice
+from verl_shard.runtime import offload
 from verl_shard.runtime.verify import check_checkpointing, check_placement, misplaced
 
 
@@ -177,6 +178,12 @@ def test_keywords_of_the_loader_and_of_the_configuration_arrive(folder: Path) ->
         ({"device_map": {"model.layers": "cpu"}}, "the map gives no device for 8.09 KiB of the model"),
         ({"device_map": {"model": 0, "lm_head": "cpu"}}, "is offloaded"),
         ({"max_memory": {0: "1GB"}}, "the device map cpu says already what goes where"),
+        ({"embeddings_on_host": True}, r'embeddings_on_host = True: offload="none" streams nothing'),
+        ({"pin_limit": "1GB", "offload": "cpu_offload"}, r'pin_limit = 1GB: offload="cpu_offload" pins nothing'),
+        (
+            {"embeddings_on_host": True, "offload": "stream"},
+            r"lm_head computes with the weights of the input embedding",
+        ),
         ({"devices": [0]}, "the device map cpu says already what goes where"),
     ],
 )
@@ -186,6 +193,16 @@ def test_what_cannot_be_meant_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=message or "lm_head"):
         _load(folder, **options)
+
+
+def test_a_model_is_offloaded_as_it_was_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on the CPU, where offload_model would do nothing: what it is asked for is what counts."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(offload, "offload_model", lambda model, placed, **given: asked.append(given) or model)
+    _load(folder, task="value", offload="stream", embeddings_on_host=True, pin_limit="1MiB")
+    assert asked == [
+        {"offload": "stream", "ahead": 2, "prefetch": True, "embeddings_on_host": True, "pin_limit": "1MiB"}
+    ]
 
 
 def test_all_unknown_keywords_come_at_once(folder: Path) -> None:

@@ -89,6 +89,42 @@ def test_the_middle_two_are_accelerates(how: str, model: Any) -> None:
     assert torch.equal(model(input_ids=_ids()).logits, expected)
 
 
+@pytest.mark.usefixtures("gpus")
+def test_buffers_that_are_read_from_outside_of_their_module_stay(small_config: Callable[..., Any]) -> None:
+    """DeepSeek-V3's blocks read their router's correction after its forward, when accelerate has it on meta again."""
+    torch.manual_seed(0)
+    config = small_config("deepseek_v3", num_labels=1)
+    made = transformers.AutoModelForSequenceClassification.from_config(config).eval().requires_grad_(False)
+    gate = made.model.layers[1].mlp.gate
+    gate.e_score_correction_bias.copy_(torch.tensor([0.0, 0.5, 0.0, -0.5]))
+    expected = made(input_ids=_ids()).logits
+    cpu_offload(made, torch.device("cpu"), offload_buffers=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # accelerate's own
+        made(input_ids=_ids())
+    remove_hook_from_module(made, recurse=True)
+    offload_model(made, 0, offload="cpu_offload")
+    assert gate.e_score_correction_bias.tolist() == [0.0, 0.5, 0.0, -0.5]
+    assert gate.weight.device.type == "meta"
+    for _ in range(2):
+        assert torch.equal(made(input_ids=_ids()).logits, expected)
+    undo_offload(made)
+    assert torch.equal(made(input_ids=_ids()).logits, expected)
+    assert {t.device.type for t in (*made.parameters(), *made.buffers())} == {"cpu"}
+
+
+@pytest.mark.usefixtures("gpus")
+def test_large_buffers_leave_with_their_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = (
+        nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(2)).eval().requires_grad_(False)
+    )  # 16 and 24 bytes of buffers
+    small = nn.Sequential(nn.Linear(1, 1), norms).requires_grad_(False)
+    monkeypatch.setattr(offload, "LARGE_BUFFER", 17)
+    offload_model(small, 0, offload="cpu_offload")
+    assert {name: tensor.device.type for name, tensor in norms.named_buffers() if "mean" in name} == {
+        "0.running_mean": "cpu", "1.running_mean": "meta",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("how", ["stream", "cpu_offload", "cpu_offload_with_hook", "auto"])
 @pytest.mark.parametrize("device", ["cpu", None, {"": "cpu"}])
 def test_on_the_cpu_nothing_is_done_which_is_said(
@@ -138,6 +174,10 @@ def test_the_device_is_the_models_or_the_one_named(model: Any, monkeypatch: pyte
         (None, {"offload": "strem"}, "Use one of stream, cpu_offload, cpu_offload_with_hook, none, auto"),
         (None, {"ahead": 0}, "streaming needs a buffer to copy into"),
         (None, {"pin_limit": "much"}, "pin_limit = much: not a number of bytes"),
+        (None, {"offload": "cpu_offload", "pin_limit": 9}, r'pin_limit = 9: offload="cpu_offload" pins nothing'),
+        (None, {"offload": "none", "embeddings_on_host": True}, r'embeddings_on_host = True: offload="none" streams nothing'),
+        (None, {"offload": "auto", "embeddings_on_host": True}, "auto leaves the embedding on the host where that is needed"),
+        (None, {"embeddings_on_host": "yes"}, "embeddings_on_host = yes: not True or False"),
         (None, {"head_room": "-1"}, "head_room = -1: not a number of bytes"),
         (None, {"execution_device": "disk"}, "nothing computes there"),
         (None, {"execution_device": "gpu"}, "not a device"),

@@ -360,17 +360,23 @@ def test_offloading_is_handed_on_and_inputs_go_where_the_map_says(
     make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make()
-    asked: list[dict[str, Any]] = []
+    asked: list[tuple[Any, ...]] = []
     load: Any = vars(scoring_model)["load_sharded"]
 
-    def noting(path: Any, device_map: Any, *, offload: str = "none", **options: Any) -> Any:
-        asked.append({"device_map": device_map, "offload": offload})
+    def noting(path: Any, device_map: Any, **options: Any) -> Any:
+        ours = {name: options.pop(name) for name in ("offload", "embeddings_on_host", "pin_limit")}
+        asked.append((device_map, *ours.values()))
         return load(path, device_map, **options)
 
     monkeypatch.setattr(scoring_model, "load_sharded", noting)
-    scorer(folder, offload="stream", copies_on=["cpu", "cpu"])
+    scorer(folder, offload="stream", embeddings_on_host=True, pin_limit=0, copies_on=["cpu", "cpu"])
     scorer(folder)
-    assert asked == [{"device_map": "cpu", "offload": "stream"}] * 2 + [{"device_map": "cpu", "offload": "none"}]
+    assert asked == [("cpu", "stream", True, 0)] * 2 + [("cpu", "none", False, None)]
+
+
+def test_offloading_that_cannot_be_meant_is_refused(make: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r'pin_limit = 5: offload="none" pins nothing'):
+        scorer(make(), pin_limit=5)
 
 
 def test_offloading_on_the_cpu_says_that_it_does_nothing(make: Callable[..., Path]) -> None:

@@ -26,6 +26,7 @@ from verl_shard.models.source import HUB_KEYS, read_config
 from verl_shard.models.spec import ModelSpec
 from verl_shard.runtime.attention import FLASH, choose_attention
 from verl_shard.runtime.load_options import split_options
+from verl_shard.runtime.offload_choice import check_stream_options
 from verl_shard.runtime.verify import check_checkpointing, check_placement
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ def load_sharded(
     devices: Iterable[object] | str | None = None,
     strict: bool = False,
     offload: Offload = "none",
+    embeddings_on_host: bool = False,
+    pin_limit: int | str | None = None,
     autocast_dtype: str | torch.dtype | None = None,
     config: PretrainedConfig | None = None,
     trust_remote_code: bool = False,
@@ -66,6 +69,7 @@ def load_sharded(
     offload: nothing is offloaded, unless this says so of a model that only scores: its weights stay in host memory as
         offload_model does it, the map says where it computes, and no GPU ever holds all of its share. Whoever scores
         several batches in a row gives back what waits for the next with offload_of(model).release().
+    embeddings_on_host, pin_limit: with an offload that streams, as for offload_model.
     autocast_dtype: what forward passes will be autocast to; lets fp32 weights use flash attention.
     config: a configuration to use instead of the one at the path; it is copied, not changed.
     model_kwargs: keywords of from_pretrained, such as revision or quantization_config, and fields of the configuration
@@ -106,6 +110,11 @@ def load_sharded(
     if offload != "none" and gradient_checkpointing:
         why = "it is for training, and weights kept in host memory are not trained"
         raise config_error("offloaded-and-trainable", "offload", offload, why, "Leave one of them out")
+    check_stream_options(offload, embeddings_on_host, pin_limit)
+    if embeddings_on_host:
+        from verl_shard.runtime.stream_model import host_embedding
+
+        host_embedding(on_meta)  # a head that is tied to it is said before any weight is read
     del on_meta
 
     cls = auto_class(made, chosen_task)
@@ -126,7 +135,10 @@ def load_sharded(
 
         check_placement(model, {"": "cpu"})
         # Batches follow each other: the next one's first blocks are copied while this one's head computes.
-        model = offload_model(model.requires_grad_(False), placed, offload=offload, ahead=_ahead(spec), prefetch=True)
+        model = offload_model(
+            model.requires_grad_(False), placed, offload=offload, ahead=_ahead(spec), prefetch=True,
+            embeddings_on_host=embeddings_on_host, pin_limit=pin_limit,
+        )  # fmt: skip
     model.hf_device_map = dict(placed)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

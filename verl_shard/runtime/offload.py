@@ -14,10 +14,11 @@ from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.common.notices import notice
 from verl_shard.common.units import parse_bytes
 from verl_shard.mapping.devices import DeviceId, parse_device, torch_device
-from verl_shard.runtime.offload_choice import WAYS, Choice, Share, choose_offload
+from verl_shard.runtime.offload_choice import WAYS, Choice, Share, check_stream_options, choose_offload
 from verl_shard.runtime.pinned import available_host_memory
 from verl_shard.runtime.stream_hooks import RootHook, hooks_of
 from verl_shard.runtime.stream_model import Streamed, blocks_of, host_embedding, stream_model, undo_stream
+from verl_shard.runtime.streaming import LARGE_BUFFER
 
 _FOR_ACTIVATIONS = 0.1
 """Of a GPU's memory, what "auto" leaves when it is told no head_room."""
@@ -71,13 +72,13 @@ def offload_model(
     execution_device: the GPU that computes, by default where the model is, or the first. A DeviceMap, or a model that
         is dispatched over several GPUs already: each GPU streams its own blocks.
     offload: "stream": blocks are copied from pinned memory while the block before computes; of the blocks, `ahead` are
-        on the GPU at a time. "cpu_offload" and "cpu_offload_with_hook" are accelerate's, buffers offloaded too. "none":
+        on the GPU at a time. "cpu_offload" and "cpu_offload_with_hook" are accelerate's, large buffers offloaded too. "none":
         everything is on the GPU. "auto" takes the fastest that fits; offload_of(model).why says which and why.
     ahead: buffers on the GPU, each as large as its largest block: one computes while ahead - 1 are copied.
     prefetch: copy the first blocks of the next call at the end of this one. Its beginning then costs nothing, and the
         buffers stay on the GPU between calls; without it they are given back. offload_of(model).release() does that too.
-    embeddings_on_host: the input embedding stays on the host, and only the rows that are looked up travel.
-    pin_limit: bytes, or such as "40GiB": the most that this process pins for all its models. What is not pinned is
+    embeddings_on_host: to stream: the input embedding stays on the host, and only the rows that are looked up travel.
+    pin_limit: to stream: bytes, or such as "40GiB": the most that this process pins for all its models. What is not pinned is
         copied several times slower; a notice says so.
     head_room: for "auto": bytes that weights may take on each GPU; by default what is free, less a tenth of the GPU.
 
@@ -93,7 +94,7 @@ def offload_model(
         _check_model(model, offload)
     limit = room = None
     with faults.gathering():
-        limit = None if pin_limit is None else parse_bytes(pin_limit, "pin_limit")
+        limit = check_stream_options(offload, embeddings_on_host, pin_limit)
     with faults.gathering():
         room = None if head_room is None else parse_bytes(head_room, "head_room")
     placed: dict[str, DeviceId] = {}
@@ -261,10 +262,34 @@ def _as_accelerate_does(model: nn.Module, placed: dict[str, DeviceId], choice: C
         )
     if choice.offload == "cpu_offload":
         model.to("cpu")
-        cpu_offload(model, devices.pop(), offload_buffers=True)
+        device = devices.pop()
+        cpu_offload(model, device, offload_buffers=True)
+        _keep_small_buffers(model, device)
         return (Offload("cpu_offload", choice.why),)
     _, hook = cpu_offload_with_hook(model, devices.pop())
     return (Offload("cpu_offload_with_hook", choice.why, hook=hook),)
+
+
+def _keep_small_buffers(model: nn.Module, device: torch.device) -> None:
+    """Puts a module's saved buffers back on the GPU, where they are small; streaming leaves them there too.
+
+    accelerate has a module's tensors on the GPU in that module's own forward only. The blocks of DeepSeek-V3 and of the
+    mixtures of experts after it read their router's e_score_correction_bias after the router's forward.
+    """
+    from accelerate.utils import set_module_tensor_to_device
+
+    for module in model.modules():
+        saved = {
+            name: buffer
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
+        small = sum(buffer.numel() * buffer.element_size() for buffer in saved.values()) < LARGE_BUFFER
+        for hook in hooks_of(module):
+            if saved and small and getattr(hook, "offload", False):
+                for name in saved:
+                    set_module_tensor_to_device(module, name, device, value=hook.weights_map[name])
+                hook.offload_buffers = False
 
 
 def _shares(model: nn.Module, placed: dict[str, DeviceId], head_room: int | None) -> list[Share]:

@@ -4,11 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from verl_shard.common.errors import DoesNotFitError
-from verl_shard.common.units import format_bytes
+from verl_shard.common.errors import DoesNotFitError, Faults, Finding
+from verl_shard.common.units import format_bytes, parse_bytes
 
 WAYS = ("stream", "cpu_offload", "cpu_offload_with_hook", "none", "auto")
+
+
+def check_stream_options(offload: str, embeddings_on_host: Any, pin_limit: int | str | None) -> int | None:
+    """`pin_limit` in bytes. Raises ConfigError for what cannot be meant, and for options that this `offload` does not have."""
+    faults = Faults()
+    limit = None
+    with faults.gathering():
+        limit = None if pin_limit is None else parse_bytes(pin_limit, "pin_limit")
+
+    def wrong(code: str, name: str, given: object, why: str, fix: str) -> None:
+        faults.findings.append(Finding("error", code, name, str(given), why, fix))
+
+    if not isinstance(embeddings_on_host, bool):
+        wrong("not-a-bool", "embeddings_on_host", embeddings_on_host, "not True or False", "Give one of both")
+    elif embeddings_on_host and offload == "auto":
+        why = "auto leaves the embedding on the host where that is needed, and there only"
+        wrong("no-effect", "embeddings_on_host", True, why, 'Leave it out, or write offload="stream"')
+    elif embeddings_on_host and offload in WAYS and offload != "stream":
+        why = f'offload="{offload}" streams nothing'
+        wrong("no-effect", "embeddings_on_host", True, why, 'Leave it out, or write offload="stream"')
+    if pin_limit is not None and offload in WAYS and offload not in ("stream", "auto"):
+        why = f'offload="{offload}" pins nothing'
+        wrong("no-effect", "pin_limit", pin_limit, why, 'Leave it out, or write offload="stream"')
+    faults.check()
+    return limit
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class ScoringModel:
     path: a hub id or folder. task: "reward" or "process-reward"; by default what the architecture says.
     device_map, devices: where one copy is, as for load_sharded. copies_on: a whole copy on each of these devices instead;
         batches are split over them and scores come in the order of the conversations.
-    offload: how the weights wait outside of the GPU while nothing is scored, as for offload_model.
+    offload: how the weights wait outside of the GPU while nothing is scored; embeddings_on_host and pin_limit: more of
+        that; as for offload_model.
     tokenizer: a hub id or folder, by default the model's own. chat_template: a Jinja text or a file, instead of the
         tokenizer's. Without any template a conversation is the messages' contents, a line each.
     label: the index or name of the class whose output is the score; needed only where there is no telling: a sequence
@@ -82,6 +83,8 @@ class ScoringModel:
         dtype: str = "bfloat16",
         attn_implementation: str | None = None,
         offload: str = "none",
+        embeddings_on_host: bool = False,
+        pin_limit: int | str | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         chat_template: str | None = None,
         label: int | str | None = None,
@@ -103,12 +106,15 @@ class ScoringModel:
         cut = "\n\n" if separator is None else separator
         steps = Steps(cut, cut if step_mark is None else step_mark) if self.task == "process-reward" else None
         self.tokenizer = load_tokenizer(os.fspath(tokenizer or path), self.path, chat_template)
-        loading = {"config": config, "dtype": dtype, "attn_implementation": attn_implementation}
+        loading = {
+            "config": config, "dtype": dtype, "attn_implementation": attn_implementation, "offload": offload,
+            "embeddings_on_host": embeddings_on_host, "pin_limit": pin_limit,
+        }  # fmt: skip
         if copies_on is None:
-            self._copies = [self._load(device_map, devices, offload, loading)]
+            self._copies = [self._load(device_map, devices, loading)]
         else:
             self._check_copies(copies_on, device_map, devices)
-            self._copies = [self._load(device, None, offload, loading) for device in copies_on]
+            self._copies = [self._load(device, None, loading) for device in copies_on]
         first = self._copies[0].model
         self._pad: int | None = first.config.get_text_config().pad_token_id
         vocabulary = first.get_input_embeddings().num_embeddings
@@ -229,13 +235,10 @@ class ScoringModel:
         found = logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., self._label]
         return [[column[end] for end in row.ends] for row, column in zip(rows, found.tolist(), strict=True)]
 
-    def _load(self, device_map: Any, devices: Any, offload: str, loading: Mapping[str, Any]) -> _Copy:
+    def _load(self, device_map: Any, devices: Any, loading: Mapping[str, Any]) -> _Copy:
         """One copy, and where its inputs go: to the device that its embedding computes on, wherever its weights wait."""
-        more: dict[str, Any] = {} if offload == "none" else {"offload": offload}
         try:
-            model = load_sharded(
-                self.path, device_map, devices=devices, task=self.task, strict=True, **loading, **more
-            )  # fmt: skip
+            model = load_sharded(self.path, device_map, devices=devices, task=self.task, strict=True, **loading)
         except ConfigError as error:
             raise without_task_head(error, self.path) from error
         embedding = next(name for name, part in model.named_modules() if part is model.get_input_embeddings())

@@ -15,7 +15,8 @@ from verl_shard.runtime.pinned import HostBuffer
 
 _ALIGNED = 512
 """Bytes: where torch itself begins tensors on a GPU, so that the same kernels run."""
-_LARGE_BUFFER = 2**20
+LARGE_BUFFER = 2**20
+"""Bytes from which on a buffer is taken for a weight."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def weights_of(module: nn.Module, kept: frozenset[int] = frozenset()) -> list[to
         for name, buffer in child._buffers.items():
             if buffer is None or name in child._non_persistent_buffers_set:
                 continue
-            if buffer.numel() * buffer.element_size() >= _LARGE_BUFFER:
+            if buffer.numel() * buffer.element_size() >= LARGE_BUFFER:
                 found[id(buffer)] = buffer
     return [tensor for key, tensor in found.items() if key not in kept and tensor.numel()]
 
