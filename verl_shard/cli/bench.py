@@ -127,6 +127,20 @@ def pipeline(
     bench_pipeline(result=out, model=model, runs=runs, gpus=gpus, as_json=json)
 
 
+def attention(
+    out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Models of the zoo; by default qwen2-0.5b and qwen2-7b.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="How many layers of each.", min=1)] = 4,
+    seed: Annotated[int, typer.Option(help="Other lengths are drawn for another seed.")] = 0,
+) -> None:
+    """sdpa and flash_attention_2 with padding and packed: time, memory, and how far from fp32, on the first GPU."""
+    from verl_shard.bench.attention import MODELS, bench_attention
+
+    bench_attention(result=out, models=model or MODELS, layers=layers, seed=seed)
+
+
 def add_to(app: typer.Typer) -> None:
     """Adds the verb and its measurements."""
     bench = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
@@ -138,5 +152,6 @@ def add_to(app: typer.Typer) -> None:
     bench.command("times")(times)
     bench.command("offload")(offload)
     bench.command("pipeline")(pipeline)
+    bench.command("attention")(attention)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")

@@ -1,0 +1,37 @@
+"""The bench of attention implementations, on the CPU with a small model: all are as exact as fp32 there."""
+
+import pytest
+from transformers import AutoConfig
+
+from verl_shard.bench.attention import WAYS, bench_attention, lengths, measure
+from verl_shard.common.errors import ConfigError
+
+
+def test_all_ways_that_run_here_agree() -> None:
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    ways = [way for way in WAYS if way.implementation != "flash_attention_2"]
+    rows = measure("small", config, [7, 3, 1, 12], ways, "cpu", runs=1)
+    assert [(row.way, row.packed) for row in rows] == [
+        ("sdpa, with a mask", False),
+        ("sdpa, with a mask", True),
+        ("sdpa, no mask", True),
+    ]
+    for row in rows:
+        assert row.output_error < 1e-5
+        assert row.gradient_error < 1e-5
+
+
+def test_lengths_are_drawn_from_the_seed() -> None:
+    drawn = lengths(0)
+    assert len(drawn) == 16
+    assert max(drawn) == 1024
+    assert min(drawn) >= 128
+    assert drawn == lengths(0) != lengths(1)
+
+
+def test_unknown_models_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"qwen9.*not in the zoo"):
+        bench_attention(result=None, models=["qwen9", "qwen2-7b"])
