@@ -207,8 +207,15 @@ def _table(rows: Sequence[AttentionRow], layers: int) -> Any:
     title = f"{layers} layers, {SEQUENCES} sequences of {SHORTEST} to {LONGEST} tokens, forward and backward, bf16"
     columns = ("model", "layout", "attention", "ms", "peak GB", "output error", "gradient error")
     shown = (
-        (row.model, "packed" if row.packed else "padded", row.way, f"{row.seconds * 1e3:.1f}", f"{row.peak / 1e9:.2f}")
-        + (f"{row.output_error:.2e}", f"{row.gradient_error:.2e}")
+        (
+            row.model,
+            "packed" if row.packed else "padded",
+            row.way,
+            f"{row.seconds * 1e3:.1f}",
+            f"{row.peak / 1e9:.2f}",
+            f"{row.output_error:.2e}",
+            f"{row.gradient_error:.2e}",
+        )
         for row in rows
     )
     return table(title, columns, shown)
