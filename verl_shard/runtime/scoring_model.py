@@ -17,7 +17,7 @@ import torch
 from verl_shard.common.errors import ConfigError, DoesNotFitError, RunError, config_error
 from verl_shard.common.notices import notice
 from verl_shard.mapping.devices import torch_device
-from verl_shard.models.meta import Task, config_for, parse_task, positions_of, task_of
+from verl_shard.models.meta import positions_of
 from verl_shard.models.source import read_config
 from verl_shard.models.spec import device_of
 from verl_shard.runtime.load import load_sharded
@@ -33,10 +33,8 @@ from verl_shard.runtime.scoring_inputs import (
     shown,
     without_task_head,
 )
+from verl_shard.runtime.scoring_outputs import choose_outputs
 from verl_shard.runtime.scoring_weights import Parked
-
-TASKS = ("reward", "process-reward")
-
 
 TRAINING: Mapping[str, Any] = {"empty_response": "score"}
 """What is otherwise in training: a policy may end at once, and is to learn from it."""
@@ -97,12 +95,13 @@ class ScoringModel:
     ) -> None:
         self.path = os.fspath(path)
         config = _without_impossible_padding(read_config(self.path), self.path)
-        self.task: Task = parse_task(task) or (
-            "process-reward" if task_of(config) in ("value", "process-reward") else "reward"
+        outputs = choose_outputs(
+            self.path, config, task=task, label=label, aggregate=aggregate, separator=separator, step_mark=step_mark
         )
-        self.aggregate = self._check_options(aggregate, {"separator": separator, "step_mark": step_mark}, batch_size)
+        self.task, self.aggregate, self._label = outputs.task, outputs.aggregate, outputs.label
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise config_error("no-batch", "batch_size", batch_size, "not a number of conversations", "Give 1 or more")
         self._batch_size, self._lock = batch_size, threading.Lock()
-        self._label = self._choose_label(label, config_for(config, self.task))
         cut = "\n\n" if separator is None else separator
         steps = Steps(cut, cut if step_mark is None else step_mark) if self.task == "process-reward" else None
         self.tokenizer = load_tokenizer(os.fspath(tokenizer or path), self.path, chat_template)
@@ -245,20 +244,6 @@ class ScoringModel:
         device = torch_device(device_of(model.hf_device_map, f"{embedding}.weight"))
         return _Copy(model, device, Parked(model))
 
-    def _check_options(self, aggregate: str | None, of_steps: Mapping[str, Any], batch_size: int) -> str:
-        if self.task not in TASKS:
-            raise config_error("unknown-task", "task", self.task, "it gives no score", f"Use one of {', '.join(TASKS)}")
-        for name, value in {"aggregate": aggregate, **of_steps}.items():
-            if value is not None and self.task != "process-reward":
-                why = f"{self.path} scores whole responses; only a token classifier scores steps"
-                raise config_error("no-effect", name, repr(value), why, "Leave it out")
-        if aggregate is not None and aggregate not in AGGREGATES:
-            fix = f"Use one of {', '.join(AGGREGATES)}"
-            raise config_error("unknown-aggregate", "aggregate", aggregate, "no such aggregate", fix)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise config_error("no-batch", "batch_size", batch_size, "not a number of conversations", "Give 1 or more")
-        return aggregate or "min"
-
     def _check_copies(self, copies_on: Sequence[Any], device_map: Any, devices: Any) -> None:
         given = "devices" if devices is not None else "device_map" if device_map != "cpu" else None
         if given is not None:
@@ -267,23 +252,6 @@ class ScoringModel:
         if isinstance(copies_on, str) or not copies_on:
             fix = 'Write a list of devices, such as ["cuda:0", "cuda:1"]'
             raise config_error("no-copies", "copies_on", copies_on, "not a list of devices", fix)
-
-    def _choose_label(self, label: int | str | None, config: Any) -> int:
-        """The index of the output that is the score."""
-        count, names = int(config.num_labels), dict(config.label2id or {})
-        listed = ", ".join(f"{index} ({name})" for name, index in sorted(names.items(), key=lambda item: item[1]))
-        if label is None and count > (1 if self.task == "reward" else 2):
-            why = f"{self.path} has {count} outputs, {listed}, and none is said to be the score"
-            raise config_error("which-label", "label", None, why, "Give label= with the one that means good")
-        chosen = label if label is not None else count - 1
-        found = names.get(chosen) if isinstance(chosen, str) else chosen
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < count:
-            why = f"{self.path} has {listed or f'{count} outputs'}"
-            raise config_error("unknown-label", "label", label, why, "Give the index or name of one of these")
-        if count == 1 and self.task == "process-reward" and self.aggregate == "product":
-            why = f"{self.path} gives each step one unbounded number, no probability"
-            raise config_error("product-of-logits", "aggregate", "product", why, "Use min, last or mean")
-        return found
 
 
 def _without_impossible_padding(config: Any, path: str) -> Any:
