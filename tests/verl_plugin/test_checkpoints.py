@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl_shard.config.run_folder import WHOLE, whole_checkpoints
+import pytest
+
+from verl_shard.common.errors import ConfigError
+from verl_shard.common.manifest import check_manifest
+from verl_shard.config.run_folder import WHOLE, RunFolder, whole_checkpoints
 from verl_shard.verl_plugin.checkpoints import CheckpointKeeper
 
 
@@ -44,6 +48,18 @@ def test_one_that_is_still_being_written_is_not_marked(tmp_path: Path) -> None:
     folder = _save(tmp_path, 5)
     _keeper().on_save(None, 5, str(folder), async_save=True)
     assert not (folder / WHOLE).exists()
+
+
+def test_a_run_goes_on_from_files_that_are_as_they_were_saved(tmp_path: Path) -> None:
+    run = RunFolder.start(tmp_path / "run", {}, {})
+    folder = _save(run.path / "checkpoints", 5)
+    _keeper().on_save(None, 5, str(folder))
+    check_manifest(folder)
+    assert run.new_launch().checkpoint == str(folder)
+    (folder / "actor" / "model.pt").write_text("w3ights")
+    with pytest.raises(ConfigError, match=r"actor/model\.pt is not as saved"):
+        run.new_launch()
+    assert [launch.number for launch in run.launches()] == [1]
 
 
 def test_verl_makes_it_by_its_name() -> None:

@@ -8,7 +8,7 @@ metrics.jsonl    a line for each step that counts: {"step": ..., "data": {verl's
 memory.jsonl     peaks by role and phase
 events.jsonl     notices, failures, launches
 progress.png     reward, KL and response length over the steps
-checkpoints/     verl's layout; a folder global_step_N with the file WHOLE in it was written to the end
+checkpoints/     verl's layout; a folder global_step_N with the file WHOLE in it was written to the end, and has a manifest
 launches/        verl's output and metrics for each start, killed ones included
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 from verl_shard.common.errors import ConfigError, Finding, config_error
 from verl_shard.common.files import append_json_line, check_writable_folder, read_json_lines, write_whole
+from verl_shard.common.manifest import check_manifest
 
 SCHEMA = "verl_shard/run/1"
 WHOLE = "WHOLE"
@@ -126,11 +127,16 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def new_launch(self) -> Launch:
-        """A place for the output of one more start of verl, which begins after the last whole checkpoint."""
+        """A place for the output of one more start of verl, which begins after the last whole checkpoint.
+
+        Raises ConfigError when that checkpoint's files are not those that were saved: loading them would run what is in them.
+        """
         checkpoints = whole_checkpoints(self.path / "checkpoints")
         number = 1 + max((launch.number for launch in self.launches()), default=0)
         launch = Launch(self.path / "launches", number)
         step, checkpoint = max(checkpoints.items(), default=(0, None))
+        if checkpoint is not None:
+            check_manifest(checkpoint)
         write_whole(launch.start_file, json.dumps({"after_step": step, "checkpoint": checkpoint and str(checkpoint)}))
         return launch
 
