@@ -7,15 +7,20 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.common.units import parse_bytes
 from verl_shard.config.roles import Offload
 from verl_shard.mapping.devices import parse_device
 from verl_shard.models.dtypes import parse_dtype
+from verl_shard.runtime.scoring_inputs import AGGREGATES
+from verl_shard.runtime.scoring_outputs import TASKS
 
 ROLES = ("actor", "critic", "reward", "ref", "rollout")
+_SCORING, _REWARD = ("ref", "reward"), ("reward",)
 GROUPED = (
     "grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "grpo_passk", "gpg", "rloo_vectorized", "grpo_vectorized",
 )  # fmt: skip
@@ -102,6 +107,15 @@ def _mapping(value: Any) -> str | None:
     return None if isinstance(value, Mapping) and value else "not a map from module names to devices"
 
 
+def _text(value: Any) -> str | None:
+    return None if isinstance(value, str | Path) and str(value) else "not a text"
+
+
+def _label(value: Any) -> str | None:
+    fine = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+    return None if fine else "not the index or name of an output"
+
+
 @dataclass(frozen=True)
 class Key:
     """A key that is taken. does: what it does, as the docs say it. check: what is wrong with a value."""
@@ -112,6 +126,8 @@ class Key:
     check: Check
     article: bool = False
     """Whether it stands in the articles' code."""
+    roles: tuple[str, ...] = ROLES
+    """Of model_config: the roles that it is for."""
 
 
 KEYS = (
@@ -128,6 +144,31 @@ KEYS = (
     Key("model_config", "offload", "Of ref and reward: stream keeps the blocks in host memory and copies each in while others "
         "compute; or accelerate's cpu_offload or cpu_offload_with_hook, many times slower; auto where the GPU lacks room. [none]",
         _choice(*get_args(Offload))),
+    Key("model_config", "embeddings_on_host", "Of ref and reward with offload stream: True leaves the input embedding on the "
+        "host too, and only the rows that are looked up travel. [False]", _choice(True, False), roles=_SCORING),
+    Key("model_config", "pin_limit", "Of ref and reward with offload stream or auto: the most host memory that a process pins "
+        "for all its models, such as 40GiB. [what the host can spare]",
+        _parsed(partial(parse_bytes, where="pin_limit"), "a number of bytes"), roles=_SCORING),
+    Key("model_config", "copies_on", "Of reward: a whole copy on each of these devices; batches are split over them, and scores "
+        "keep the order of the responses.", _devices, roles=_REWARD),
+    Key("model_config", "task", "Of reward: reward, one score a response, or process-reward, one a step. [as its architecture "
+        "says]", _choice(*TASKS), roles=_REWARD),
+    Key("model_config", "tokenizer", "Of reward: the hub id or folder of its tokenizer. [the model's own]", _text, roles=_REWARD),
+    Key("model_config", "chat_template", "Of reward: a Jinja text, or the file that holds one. [its tokenizer's]", _text,
+        roles=_REWARD),
+    Key("model_config", "label", "Of reward: the index or name of the output that is the score, where there are several.", _label,
+        roles=_REWARD),
+    Key("model_config", "aggregate", "Of a reward model of steps: min, last, mean or product of them. [min]",
+        _choice(*AGGREGATES), roles=_REWARD),
+    Key("model_config", "separator", "Of a reward model of steps: what stands between two. [two line ends]", _text,
+        roles=_REWARD),
+    Key("model_config", "step_mark", "Of a reward model of steps: what it reads after each. [the separator]", _text,
+        roles=_REWARD),
+    Key("model_config", "batch_size", "Of reward: conversations in one forward pass. [16]", _count, roles=_REWARD),
+    Key("model_config", "too_long", "Of reward: for a conversation longer than the model takes, stop the run, or truncate its "
+        "beginning. [stop]", _choice("stop", "truncate"), roles=_REWARD),
+    Key("model_config", "empty_response", "Of reward: score an empty response as it is, or stop the run. [score]",
+        _choice("score", "stop"), roles=_REWARD),
     Key("generation_config", "max_new_tokens", "The longest response, in tokens. [128]", _count, True),
     Key("generation_config", "do_sample", "True, as it always is: PPO learns from samples. False is refused.",
         _only(True, "a greedy response explores nothing, and PPO learns from samples"), True),
@@ -194,8 +235,11 @@ _BEGIN, _END = "<!-- keys: begin -->\n", "<!-- keys: end -->"
 _BY_NAME = {(key.section, key.name): key for key in KEYS}
 
 
-def read_section(section: str, given: Mapping[str, Any] | None, where: str = "") -> dict[str, Any]:
-    """The values of a section by the keys' first names. Raises ConfigError for every unknown, refused or wrong one."""
+def read_section(section: str, given: Mapping[str, Any] | None, where: str = "", role: str = "") -> dict[str, Any]:
+    """The values of a section by the keys' first names. role: whose model_config it is.
+
+    Raises ConfigError for every unknown, refused or wrong one, and for one that the role does not have.
+    """
     where = where or section
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(_fault("not-a-dict", where, type(given).__name__, "not a dict", "Write {key: value}"))
@@ -205,6 +249,9 @@ def read_section(section: str, given: Mapping[str, Any] | None, where: str = "")
         key = _BY_NAME.get((section, name))
         if key is None:
             faults.append(_unknown(section, str(name), value, place))
+        elif role and role not in key.roles:
+            why = f"it is for {' and '.join(key.roles)}, and changes nothing of the {role}"
+            faults.append(_fault("no-effect", place, value, why, "Leave it out"))
         elif (wrong := key.check(value)) is not None:
             faults.append(_fault("wrong-value", place, value, wrong, key.does))
         elif SAME.get(name, name) in values:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from verl_shard.common.errors import Faults, config_error
+from verl_shard.common.errors import ConfigError, Faults, config_error
 from verl_shard.models.dtypes import dtype_name
+from verl_shard.models.meta import task_of
 from verl_shard.models.source import read_config
+from verl_shard.runtime.scoring_outputs import choose_outputs
 from verl_shard.training.callbacks import Callbacks
 from verl_shard.training.data import Row, check_rows, collect_rows
 from verl_shard.training.models import check_model, load_tokenizer
@@ -17,6 +20,7 @@ from verl_shard.training.placement import Places, RolePlace, read_places
 from verl_shard.training.rewards import Rewards, is_function, read_rewards
 from verl_shard.training.settings import Settings
 
+_OF_OUTPUTS = ("task", "label", "aggregate", "separator", "step_mark")
 RUNNERS = ("local", "verl")
 LOGGERS = ("console", "tensorboard", "wandb")
 
@@ -67,7 +71,7 @@ def read_inputs(
     for role, model in models.items():
         for given in reward_models if role == "reward" else [model]:
             with faults.gathering():
-                if given is not None or role == "actor":
+                if (given is not None or role == "actor") and not (role == "reward" and _scores_steps(given)):
                     check_model(role, given)
     if read is not None:
         with faults.gathering():
@@ -80,6 +84,9 @@ def read_inputs(
     assert read is not None
     assert places is not None
 
+    for model in reward_models:
+        with faults.gathering():
+            _check_outputs(model, places.roles["reward"].scoring)
     found = None
     with faults.gathering():
         found = load_tokenizer(models["actor"], tokenizer)
@@ -96,6 +103,27 @@ def read_inputs(
         raise config_error("no-reward", "reward_model", None, why, "Give a function or a model")
     longest = _check_lengths(rows, held, found, read, models["actor"])
     return Inputs(models, read, places, heard, found, rows, held, longest, rewards)
+
+
+def _scores_steps(model: Any) -> bool:
+    """Whether a reward model, as given, is one of steps."""
+    if not isinstance(model, str | Path) and not hasattr(model, "save_pretrained"):
+        return False
+    config = read_config(str(model)) if isinstance(model, str | Path) else model.config
+    named = None if isinstance(model, str | Path) else type(model).__name__
+    return task_of(config, named) in ("process-reward", "value") and not hasattr(model, "peft_config")
+
+
+def _check_outputs(model: Any, scoring: Mapping[str, Any]) -> None:
+    """Raises ConfigError for keys of model_config["reward"] that do not go with a reward model."""
+    named = isinstance(model, str | Path)
+    config = read_config(str(model)) if named else model.config
+    try:
+        asked = {name: scoring.get(name) for name in _OF_OUTPUTS}
+        choose_outputs(str(model) if named else type(model).__name__, config, **asked)
+    except ConfigError as error:
+        where = "model_config['reward'][{!r}]"
+        raise ConfigError(replace(finding, where=where.format(finding.where)) for finding in error.findings) from error
 
 
 def _items(reward: Any) -> list[Any]:
@@ -120,9 +148,11 @@ def _rewards(reward: Any, train_data: Any, places: Places) -> Rewards | None:
 def _loading(place: RolePlace, *, cpu: bool) -> dict[str, Any]:
     """How a reward model is loaded: the arguments of RewardModel."""
     dtype = dtype_name(place.dtype) if place.dtype is not None else "float32" if cpu else "bfloat16"
-    loading: dict[str, Any] = {"dtype": dtype, "attn_implementation": place.attn_implementation}
+    loading: dict[str, Any] = {"dtype": dtype, "attn_implementation": place.attn_implementation, **place.scoring}
     if place.offload != "none":
-        loading["offload"] = place.offload
+        loading |= {"offload": place.offload, **place.offloading}
+    if place.copies:
+        return loading | {"copies_on": list(place.devices)}
     if place.device_map is not None:
         return loading | {"device_map": dict(place.device_map)}
     if len(place.devices) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,28 @@ from verl_shard.mapping.check import check_device_map
 from verl_shard.mapping.devices import DeviceId, choose_devices, device_label, parse_device
 from verl_shard.models.dtypes import dtype_name, parse_dtype
 from verl_shard.planning.plan_file import write_plan
+from verl_shard.runtime.offload_choice import check_stream_options
 from verl_shard.training.article_keys import ROLES, read_section
 
 TRAINED = ("actor", "critic")
+_WAYS = ("device", "devices", "device_map", "copies_on")
+_OFFLOADING = ("embeddings_on_host", "pin_limit")
+_SCORING = (
+    "task", "tokenizer", "chat_template", "label", "aggregate", "separator", "step_mark", "batch_size", "too_long",
+    "empty_response",
+)  # fmt: skip
+"""Keys that only a reward model has, beside copies_on: ScoringModel's arguments, by the same names."""
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _ACCELERATE = "ACCELERATE_MIXED_PRECISION"
 
 
 @dataclass(frozen=True)
 class RolePlace:
-    """devices: in the order of the model's blocks; device_map: only where one was given. precision: None for a reward model."""
+    """devices: in the order of the model's blocks; device_map: only where one was given. precision: None for a reward model.
+
+    offloading: more arguments of offload_model. copies: a reward model's devices have a whole copy each. scoring: a reward
+    model's other arguments of ScoringModel.
+    """
 
     devices: tuple[DeviceId, ...]
     device_map: Mapping[str, Any] | None
@@ -34,6 +46,9 @@ class RolePlace:
     precision: str | None
     attn_implementation: str
     offload: str = "none"
+    offloading: Mapping[str, Any] = field(default_factory=dict)
+    copies: bool = False
+    scoring: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ def read_places(model_config: Any, roles: tuple[str, ...], *, lora: bool) -> Pla
         with faults.gathering():
             if role not in ROLES:
                 raise config_error("unknown-role", where, None, "no such role", f"Use some of {', '.join(ROLES)}")
-            values[role] = read_section("model_config", section, where)
+            values[role] = read_section("model_config", section, where, role)
             if role not in (*roles, "rollout") and section:
                 why = f"this run has no {role} model"
                 raise config_error("no-effect", where, section, why, f"Leave it out, or give {role}_model")
@@ -104,13 +119,14 @@ def _on_cpu(values: Mapping[str, Mapping[str, Any]], faults: Faults) -> bool:
 def _named(section: Mapping[str, Any]) -> list[Any]:
     """The devices that a role names, in any of the ways."""
     listed = [section["device"]] if "device" in section else list(section.get("devices", ()))
+    listed += section.get("copies_on", ())
     return listed + list(section.get("device_map", {}).values())
 
 
 def _place(role: str, section: Mapping[str, Any], share: tuple[DeviceId, ...], *, cpu: bool) -> RolePlace:
     where = f"model_config[{role!r}]"
     faults: list[Finding] = []
-    ways = [name for name in ("device", "devices", "device_map") if name in section]
+    ways = [name for name in _WAYS if name in section]
     if len(ways) > 1:
         why = f"{' and '.join(ways)} both say where it is"
         faults.append(_fault("device-conflict", where, "", why, f"Leave out {ways[0]}"))
@@ -133,10 +149,36 @@ def _place(role: str, section: Mapping[str, Any], share: tuple[DeviceId, ...], *
         why = f"the {role} is trained, and weights kept in host memory are copied in for a forward only"
         fix = "Leave it out: use_gradient_checkpointing, a smaller micro_batch_size, lora_rank or more GPUs lower its memory"
         faults.append(_fault("offloaded-and-trainable", f"{where}['offload']", offload, why, fix))
+    offloading = {name: section[name] for name in _OFFLOADING if name in section}
+    scoring: dict[str, Any] = {}
+    try:
+        check_stream_options(offload, offloading.get("embeddings_on_host", False), offloading.get("pin_limit"))
+    except ConfigError as error:
+        faults += [replace(finding, where=f"{where}[{finding.where!r}]") for finding in error.findings]
+    try:
+        scoring = _scoring(section, where)
+    except ConfigError as error:
+        faults += error.findings
     if faults:
         raise ConfigError(faults)
-    attention = section.get("attn_implementation", "sdpa")
-    return RolePlace(devices, section.get("device_map"), dtype, precision, attention, offload)
+    attention, copies = section.get("attn_implementation", "sdpa"), "copies_on" in section
+    device_map = section.get("device_map")
+    return RolePlace(devices, device_map, dtype, precision, attention, offload, offloading, copies, scoring)
+
+
+def _scoring(section: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A reward model's own keys, such that a process with another working folder, or on another node, can use them."""
+    found = {name: section[name] for name in _SCORING if name in section}
+    if "tokenizer" in found:
+        folder = Path(found["tokenizer"]).expanduser()
+        found["tokenizer"] = str(folder.resolve()) if folder.is_dir() else str(found["tokenizer"])
+    if "{" not in (template := str(found.get("chat_template", "{"))):
+        file = Path(template).expanduser()
+        if not file.is_file():
+            fix = "Give a Jinja text or the file that holds one"
+            raise config_error("no-chat-template", f"{where}['chat_template']", template, "no such file", fix)
+        found["chat_template"] = file.read_text(encoding="utf-8")
+    return found
 
 
 def _precision(role: str, dtype: torch.dtype | None, given: str | None, *, cpu: bool, where: str) -> str:
@@ -216,7 +258,7 @@ def lay_out(places: Places, models: Mapping[str, str], path: Path, **pass_fields
             "precision": place.precision,
             "attn_implementation": place.attn_implementation,
             "loads": loads,
-            **({"settings": {"offload": place.offload}} if place.offload != "none" else {}),
+            **({"settings": {"offload": place.offload, **place.offloading}} if place.offload != "none" else {}),
             # The one model that verl's configuration has no place for.
             **({"model": models["ref"]} if role == "ref" and models["ref"] != models["actor"] else {}),
         }
