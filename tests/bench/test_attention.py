@@ -15,8 +15,8 @@ def test_all_ways_that_run_here_agree() -> None:
     ways = [way for way in WAYS if way.implementation != "flash_attention_2"]
     rows = measure("small", config, [7, 3, 1, 12], ways, "cpu", runs=1)
     assert [(row.way, row.packed) for row in rows] == [
-        ("sdpa, with a mask", False),
-        ("sdpa, with a mask", True),
+        ("sdpa, mask", False),
+        ("sdpa, mask", True),
         ("sdpa, no mask", True),
     ]
     for row in rows:

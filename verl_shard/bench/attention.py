@@ -38,12 +38,9 @@ class Way:
 
     @property
     def name(self) -> str:
-        name = self.implementation.removesuffix("_packed")
-        if self.implementation.endswith("_packed"):
-            return f"{name}, no mask"
-        if self.packed and self.implementation == "flash_attention_2":
-            return f"{name}, ends {'told' if self.told else 'found'}"
-        return f"{name}, with a mask" if self.implementation == "sdpa" else name
+        if self.implementation == "flash_attention_2":
+            return "flash" + ("" if not self.packed else ", ends told" if self.told else ", ends found")
+        return "sdpa, no mask" if self.implementation == "sdpa_packed" else "sdpa, mask"
 
 
 WAYS = (
@@ -125,15 +122,16 @@ def measure(
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        model.to(torch.bfloat16).to(torch.float32)  # what bf16 can hold: all compute with the same weights
     weights: dict[str, Any] = {key: value.clone() for key, value in model.state_dict().items()}
     ids = [torch.randint(1, config.vocab_size, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
-    exact = _step(model, Way("sdpa", packed=False), ids, device)()
+    exact = _one_each(*_step(model, Way("sdpa", packed=False), ids, device)())
     model.to(torch.bfloat16 if device == "cuda" else torch.float32)
     rows = []
     for way in ways:
         model.load_state_dict(weights)
         step = _prepared(model, way, ids, device)
-        found = step()
+        found = _one_each(*step())
         errors = [float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)]
         del found
         seconds, peak = _timed(step, device, runs)
@@ -141,7 +139,7 @@ def measure(
     return rows
 
 
-def _prepared(model: Any, way: Way, ids: list[Any], device: str) -> Callable[[], tuple[Any, Any]]:
+def _prepared(model: Any, way: Way, ids: list[Any], device: str) -> Callable[[], tuple[Any, Sequence[Any]]]:
     from verl_shard.runtime.packed import PACKED, use_packed_sdpa
 
     if way.implementation == PACKED:
@@ -152,8 +150,8 @@ def _prepared(model: Any, way: Way, ids: list[Any], device: str) -> Callable[[],
     return _step(model, way, ids, device)
 
 
-def _step(model: Any, way: Way, ids: list[Any], device: str) -> Callable[[], tuple[Any, Any]]:
-    """A forward and a backward; gives the hidden states of real tokens, T x hidden size, and all gradients, in fp32."""
+def _step(model: Any, way: Way, ids: list[Any], device: str) -> Callable[[], tuple[Any, Sequence[Any]]]:
+    """A forward and a backward; gives the hidden states of real tokens, T x hidden size, and all gradients."""
     import torch
 
     from verl_shard.runtime.packed import packed_inputs
@@ -171,14 +169,21 @@ def _step(model: Any, way: Way, ids: list[Any], device: str) -> Callable[[], tup
     kept = real.to(device)
     weigh = torch.randn(sum(lengths), model.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(device)
 
-    def step() -> tuple[Any, Any]:
+    def step() -> tuple[Any, Sequence[Any]]:
         told = packed_inputs(lengths, device, attn_implementation=way.implementation) if way.told else {}
         states = model(**inputs, **told, use_cache=False).last_hidden_state
         states = states[0] if way.packed else states[kept]
         gradients = torch.autograd.grad((states.float() * weigh).sum(), list(model.parameters()))
-        return states.detach().float(), torch.cat([gradient.flatten().float() for gradient in gradients])
+        return states.detach(), gradients
 
     return step
+
+
+def _one_each(states: Any, gradients: Sequence[Any]) -> tuple[Any, Any]:
+    """Both in fp32, the gradients in one row."""
+    import torch
+
+    return states.float(), torch.cat([gradient.flatten().float() for gradient in gradients])
 
 
 def _timed(step: Callable[[], object], device: str, runs: int) -> tuple[float, int]:
