@@ -2,6 +2,7 @@
 # The first of these that runs (a version manager may leave a name on the path with nothing behind it).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/null && command -v $$p && break; done)
 VENV ?= .venv
+WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -10,8 +11,9 @@ STAMP := $(VENV)/.installed
 quickstart: $(STAMP)
 	$(BIN)/verl-shard quickstart $(ARGS)
 
+# Whole files of tests go to one worker, which makes their fixtures once.
 test: $(STAMP) lint types
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
