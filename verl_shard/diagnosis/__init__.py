@@ -1,0 +1,1 @@
+"""Diagnosis: what a log says went wrong."""

@@ -1,0 +1,344 @@
+"""Finds in a log what went wrong first, and what only followed from it.
+
+Every process in a log has a traceback of its own, whose lines stand between those of others; so each is followed by
+itself. A line that matches an entry of the catalogue is a sighting of that fault. Of all sightings the weightiest counts
+(see catalogue.Rank), and of several as weighty the first. An exception that no entry knows is unknown, and is the answer
+only where nothing weightier was seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from verl_shard.diagnosis.catalogue import RANKS, Advice, Case, Fault, catalogue
+from verl_shard.diagnosis.explain_memory import MemoryShort, read_memory
+from verl_shard.diagnosis.explain_place import Frame, Place, Task, place_of, read_frame, read_task
+from verl_shard.diagnosis.logs import Line, Readable, read_blocks, read_line
+
+DETAIL_LINES = 30
+"""How many lines of a process after a sighting may hold its details."""
+MOST_FRAMES = 200
+MOST_LINES = 400
+"""Characters of a line that are shown."""
+
+_EXCEPTION = re.compile(
+    r"^(?:\| )?(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Timeout)|Exception"
+    r"|RayTaskError\(\w+\)))(?::(?P<message> .*)?)?$"
+)
+_WRAPPER = re.compile(
+    r"RayTaskError|^ray\.exceptions\.\w+|ActorDiedError|UserCodeException|hydra\.errors\.HydraException$"
+)
+_STEP = re.compile(r"\bstep:\d+ - |timing_s/step")
+_MARKS = ('File "', "Traceback (most", "ray::", "Error", "Exception", "Interrupt", "timing_s/step", "step:")
+_SURVIVED_AFTER = 2
+"""Steps after an exception that show that the run went on."""
+
+
+@dataclass
+class Sighting:
+    """A fault that was seen: where first, and how often."""
+
+    fault: Fault
+    line: Line
+    place: Place
+    groups: dict[str, str]
+    said: list[str]
+    frames: tuple[Frame, ...] = ()
+    count: int = 1
+    processes: set[str] = field(default_factory=set)
+    last_line: int = 0
+
+    @property
+    def memory(self) -> MemoryShort | None:
+        """The numbers in what was said."""
+        return read_memory(" ".join(self.said))
+
+    @property
+    def case(self) -> Case | None:
+        """The first of the fault's cases that fits."""
+        said = "\n".join(self.said)
+        return next((case for case in self.fault.cases if case.fits(self.place.phase, self.place.role, said)), None)
+
+    @property
+    def title(self) -> str:
+        """What happened, in a few words."""
+        return self._filled((self.case and self.case.title) or self.fault.title)
+
+    @property
+    def cause(self) -> str:
+        """Why it happens, with what is particular to the case."""
+        text = self._filled((self.case and self.case.cause) or self.fault.cause)
+        if self.memory is not None and self.memory.fragmented:
+            text += (
+                ". Here memory was reserved and unused in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+                "helps the trainer, where no engine that sleeps shares the process"
+            )
+        return text
+
+    @property
+    def remedies(self) -> tuple[Advice, ...]:
+        """What to do, in order."""
+        chosen = (self.case and self.case.remedies) or self.fault.remedies
+        return tuple(replace(advice, do=self._filled(advice.do)) for advice in chosen)
+
+    def _filled(self, text: str) -> str:
+        """With the patterns' groups put in; a sentence or clause whose group has no value says so with "?"."""
+        text = text.replace("{{", "\0").replace("}}", "\1")
+        filled = re.sub(r"\{(\w+)\}", lambda match: self.groups.get(match[1]) or "?", text)
+        return filled.replace("\0", "{").replace("\1", "}")
+
+
+@dataclass
+class Unknown:
+    """An exception that no entry knows."""
+
+    type: str
+    message: str
+    line: Line
+    place: Place
+    frames: tuple[Frame, ...]
+    first_line: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a log says.
+
+    cause: the fault that counts, if one of the catalogue was seen. unknown: an exception that it does not know, when
+    that counts instead or nothing else was seen. also: what else was seen, weightiest first. lines: how many were read.
+    """
+
+    cause: Sighting | None
+    unknown: Unknown | None
+    also: tuple[Sighting, ...]
+    lines: int
+    steps: int
+
+    @property
+    def verdict(self) -> str:
+        """ "fault", "unknown", "notice" (worth knowing, and no fault) or "nothing"."""
+        if self.cause is not None:
+            return "notice" if self.cause.fault.rank == "notice" else "fault"
+        return "unknown" if self.unknown is not None else "nothing"
+
+    @property
+    def exit_code(self) -> int:
+        """0 when there is no fault in it, else 1."""
+        return int(self.verdict in ("fault", "unknown"))
+
+
+class _Process:
+    """The traceback that a process is in the middle of, and sightings that wait for details."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.task: Task | None = None
+        self.ended = True
+        self.waiting: list[tuple[Sighting, int]] = []
+        self.ignored = False
+
+    def begin(self, task: Task | None = None) -> None:
+        self.frames, self.ended = [], False
+        self.task = task
+
+    def frame(self, frame: Frame) -> None:
+        if self.ended:
+            self.begin(self.task if not self.frames else None)
+        if len(self.frames) < MOST_FRAMES:
+            self.frames.append(frame)
+
+
+class Explainer:
+    """Takes a log line by line; `answer` may be asked at any time."""
+
+    def __init__(self, faults: Sequence[Fault] | None = None) -> None:
+        self._faults = catalogue() if faults is None else tuple(faults)
+        self._hints = {hint for fault in self._faults for hint in fault.hints} | set(_MARKS)
+        self._sightings: dict[str, Sighting] = {}
+        self._unknown: list[Unknown] = []
+        self._by_text: dict[tuple[str, str], Unknown] = {}
+        self._processes: dict[str, _Process] = {}
+        self._steps: list[int] = []
+        self._lines = 0
+
+    def read_block(self, number: int, block: str) -> None:
+        """Lines of a log, `number` that of the first. Most blocks of a long run hold nothing that is looked for."""
+        hints = [hint for hint in self._hints if hint in block]
+        faults = [fault for fault in self._faults if any(hint in hints for hint in fault.hints)]
+        lines = block.split("\n")
+        self._lines = number + len(lines) - 1
+        waiting = any(process.waiting for process in self._processes.values())
+        if not hints and not waiting:
+            return
+        for at, raw in enumerate(lines, number):
+            if waiting or any(hint in raw for hint in hints):
+                self._read(read_line(at, raw), faults)
+                waiting = any(process.waiting for process in self._processes.values())
+
+    def read(self, lines: Iterable[str]) -> None:
+        """All lines at once, for what is in memory."""
+        self.read_block(self._lines + 1, "\n".join(line.rstrip("\n") for line in lines))
+
+    def _read(self, line: Line, faults: Sequence[Fault]) -> None:
+        text = line.text
+        if not text:
+            return
+        process = self._processes.setdefault(line.process, _Process())
+        if _STEP.search(text):
+            self._steps.append(line.number)
+        self._follow(process, text)
+        self._take_details(process, text)
+        fault, match = self._look_up(text, faults)
+        exception = _EXCEPTION.match(text)
+        if fault is not None and match is not None:
+            self._saw(fault, match, line, process)
+        elif exception and not _WRAPPER.search(text) and not process.ignored:
+            self._saw_unknown(exception, line, process)
+        if exception and not read_task(text):
+            process.ended, process.ignored = True, False
+
+    def _follow(self, process: _Process, text: str) -> None:
+        """The process' traceback."""
+        if "Exception ignored in" in text or "Exception ignored while" in text:
+            process.ignored = True
+        if "Traceback (most recent call" in text:
+            process.begin(process.task if not process.ended and not process.frames else None)
+        if "ray::" in text and (task := read_task(text)):
+            process.begin(task)
+        elif 'File "' in text and (frame := read_frame(text)):
+            process.frame(frame)
+
+    def _look_up(self, text: str, faults: Sequence[Fault]) -> tuple[Fault | None, re.Match[str] | None]:
+        """The weightiest fault that the line shows."""
+        found: tuple[Fault | None, re.Match[str] | None] = (None, None)
+        for fault in faults:
+            if (match := fault.match(text)) and (found[0] is None or _weight(fault) < _weight(found[0])):
+                found = fault, match
+        return found
+
+    def _saw(self, fault: Fault, match: re.Match[str], line: Line, process: _Process) -> None:
+        place = place_of(line.process, line.rank, process.task, process.frames)
+        if process.task is not None:
+            place = replace(place, process=process.task.process)
+        groups = _groups(match)
+        seen = self._sightings.get(fault.id)
+        if seen is None:
+            seen = Sighting(fault, line, place, groups, [line.text], tuple(process.frames))
+            self._sightings[fault.id] = seen
+            process.waiting.append((seen, DETAIL_LINES))
+        else:
+            seen.count += 1
+            seen.groups = {**groups, **seen.groups}
+            # A worker's own words name its process; what Ray tells the driver later names the phase too.
+            if (place.phase and not seen.place.phase) or (place.role and not seen.place.role):
+                seen.place = replace(
+                    seen.place, phase=seen.place.phase or place.phase, role=seen.place.role or place.role,
+                    process=seen.place.process or place.process,
+                )  # fmt: skip
+                seen.frames = seen.frames or tuple(process.frames)
+            if seen.memory is None and read_memory(line.text) is not None:
+                seen.said.append(line.text)
+        seen.last_line = line.number
+        seen.processes.add(place.process)
+
+    def _take_details(self, process: _Process, text: str) -> None:
+        left = []
+        for sighting, remaining in process.waiting:
+            if found := next(
+                (match for search in sighting.fault.detail_searches if (match := search.search(text))), None
+            ):
+                sighting.groups = {**_groups(found), **sighting.groups}
+                if text not in sighting.said:
+                    sighting.said.append(text)
+            if remaining > 1 and sighting.fault.details:
+                left.append((sighting, remaining - 1))
+        process.waiting = left
+
+    def _saw_unknown(self, exception: re.Match[str], line: Line, process: _Process) -> None:
+        kind, message = exception["type"], (exception["message"] or "").strip()
+        if kind.endswith("Warning") or not (process.frames or line.process == ""):
+            return
+        seen = self._by_text.get((kind, message))
+        if seen is not None:
+            seen.count += 1
+            seen.line = line if line.process == "" else seen.line
+            if not seen.place.phase:
+                seen.place = place_of(line.process, line.rank, process.task, process.frames)
+            return
+        place = place_of(line.process, line.rank, process.task, process.frames)
+        if process.task is not None:
+            place = replace(place, process=process.task.process)
+        seen = Unknown(kind, message, line, place, tuple(process.frames), line.number)
+        self._by_text[kind, message] = seen
+        self._unknown.append(seen)
+
+    def answer(self) -> Answer:
+        """What counts of all that was seen."""
+        seen = sorted(self._sightings.values(), key=lambda one: (_weight(one.fault), one.line.number))
+        seen = [one for one in seen if one.fault.rank not in ("likely", "symptom") or not self._survived(one.last_line)]
+        best = seen[0] if seen else None
+        unknown = self._chosen_unknown()
+        if best is not None and unknown is not None and not self._outranks(best, unknown):
+            best = None
+        elif best is not None:
+            unknown = None
+        return Answer(best, unknown, tuple(one for one in seen if one is not best), self._lines, len(self._steps))
+
+    def _survived(self, line: int) -> bool:
+        """Whether the run made steps after this line."""
+        return sum(step > line for step in self._steps) >= _SURVIVED_AFTER
+
+    def _chosen_unknown(self) -> Unknown | None:
+        """The driver's last exception that is unknown, for it ended the run; else the last of all."""
+        left = [one for one in self._unknown if not self._survived(one.line.number)]
+        ends = [one for one in left if one.line.process == ""] or left
+        return max(ends, key=lambda one: one.line.number, default=None)
+
+    @staticmethod
+    def _outranks(best: Sighting, unknown: Unknown) -> bool:
+        rank = best.fault.rank
+        if rank in ("cause", "likely"):
+            return True
+        return rank == "symptom" and best.line.number < unknown.first_line
+
+
+def _groups(match: re.Match[str]) -> dict[str, str]:
+    """The named groups that have a value; a digit at a name's end tells apart what patterns cannot name twice."""
+    return {re.sub(r"\d$", "", name): value.strip() for name, value in match.groupdict().items() if value}
+
+
+def _weight(fault: Fault) -> int:
+    return RANKS.index(fault.rank)
+
+
+def explain_lines(lines: Iterable[str]) -> Answer:
+    """Explains lines that are in memory."""
+    explainer = Explainer()
+    explainer.read(lines)
+    return explainer.answer()
+
+
+def explain_stream(stream: Readable, start: bytes = b"") -> Answer:
+    """Explains a log as it is read, however large. start: what of it was read before."""
+    explainer = Explainer()
+    for number, block in _blocks(stream, start):
+        explainer.read_block(number, block)
+    return explainer.answer()
+
+
+def _blocks(stream: Readable, start: bytes) -> Iterator[tuple[int, str]]:
+    return read_blocks(_Joined(start, stream) if start else stream)
+
+
+class _Joined:
+    """A stream that begins with bytes that were read from it already."""
+
+    def __init__(self, start: bytes, stream: Readable) -> None:
+        self._start, self._stream = start, stream
+
+    def read(self, size: int, /) -> bytes:
+        start, self._start = self._start, b""
+        return start + self._stream.read(size)
