@@ -27,6 +27,7 @@ from verl_shard.models.spec import ModelSpec
 from verl_shard.runtime.attention import FLASH, choose_attention
 from verl_shard.runtime.load_options import split_options
 from verl_shard.runtime.offload_choice import check_stream_options
+from verl_shard.runtime.pipeline import dispatch_model
 from verl_shard.runtime.verify import check_checkpointing, check_placement
 
 _log = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ def load_sharded(
     model_kwargs: keywords of from_pretrained, such as revision or quantization_config, and fields of the configuration
         to set. Any other is refused.
 
-    The model's hf_device_map is set, also when it is on one device.
+    The model's hf_device_map is set, also when it is on one device. Over several it is laid out as dispatch_model does
+    it: outputs stay where they are made, and micro-batches overlap (run_micro_batches).
     Raises ConfigError before any weight is read for what cannot be meant or cannot load, DoesNotFitError for a GPU that
     is too small, RunError when the loaded model is not what was asked for.
     """
@@ -130,6 +132,8 @@ def load_sharded(
     _check_missing(spec, missing, strict)
     if offload == "none":
         check_placement(model, placed)
+        if len(set(placed.values())) > 1:  # in the place of accelerate's hooks, under which one GPU works at a time
+            dispatch_model(model, placed)
     else:
         from verl_shard.runtime.offload import offload_model
 
