@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,18 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 pytest.importorskip("verl")
 
+from verl_shard.common.errors import ConfigError
+from verl_shard.common.notices import ShardNotice
 from verl_shard.config.data_files import DataFiles
+from verl_shard.config.run_folder import RunFolder
 from verl_shard.quickstart import prepare
 from verl_shard.quickstart.data import read_rows
-from verl_shard.quickstart.model_reward import add_messages, hand_over_model, rewards_of
+from verl_shard.quickstart.model_reward import add_messages, hand_over_model, loading_of, rewards_of
 from verl_shard.quickstart.options import QuickstartOptions
 from verl_shard.training.reward_model import RewardModel
 
@@ -58,7 +63,7 @@ def test_rows_of_ones_own_may_have_no_extra_info(tmp_path: Path) -> None:
 
 def test_the_model_scores_and_the_exact_reward_is_beside_it(judge: Path, files: DataFiles) -> None:
     add_messages(files)
-    scoring = {"folder": str(judge), "dtype": "float32", "exact": prepare.REWARD}
+    scoring = {"folder": str(judge), "dtype": "float32", "exact": prepare.REWARD, "device": "cpu"}
     rewards, model = rewards_of(scoring), RewardModel(str(judge), dtype="float32")
     for row in read_rows(files.val)[:3]:
         for text, exact in ((f"<answer>{row['reward_model']['ground_truth']}</answer>", 1.0), ("nothing", 0.0)):
@@ -68,12 +73,49 @@ def test_the_model_scores_and_the_exact_reward_is_beside_it(judge: Path, files: 
 
 
 def test_what_is_handed_over_is_what_the_reward_worker_reads(judge: Path, tmp_path: Path) -> None:
-    import pickle
-
-    hand_over_model({"folder": str(judge), "dtype": "bfloat16", "exact": None}, tmp_path)
+    hand_over_model({"folder": str(judge), "dtype": "bfloat16", "exact": None, "device": "cpu"}, tmp_path)
     (part,) = pickle.loads((tmp_path / "rewards.pkl").read_bytes()).parts
     assert (part.source, part.weight) == (str(judge), 1.0)
     assert part.model == {"device_map": "cpu", "dtype": "bfloat16"}
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, count: int, memory: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+
+
+def test_it_scores_on_the_runs_gpu_where_there_is_one(judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(judge)
+    room = sum(parameter.numel() for parameter in model.parameters()) * 4
+    scoring = {"folder": str(judge), "dtype": "float32", "exact": None}
+    _gpus(monkeypatch, 2, room * 50)  # a fiftieth of it is just enough
+    with pytest.warns(
+        ShardNotice, match="reward-device: it is left to us. Using the run's first GPU, cuda:0, its weights there"
+    ):
+        assert loading_of(scoring) == {"device_map": "cuda:0", "dtype": "float32"}
+    assert loading_of({**scoring, "device": "cuda:1"}) == {"device_map": "cuda:1", "dtype": "float32"}
+    assert loading_of({**scoring, "device": "cpu"}) == {"device_map": "cpu", "dtype": "float32"}
+    _gpus(monkeypatch, 2, room * 50 - 1)
+    with pytest.warns(ShardNotice, match="cuda:0, its weights streamed from host memory"):
+        assert loading_of(scoring) == {"device_map": "cuda:0", "dtype": "bfloat16", "offload": "stream"}
+    with pytest.raises(
+        ConfigError, match=r"--reward-device = cuda:2: torch sees 2 GPUs here\. Use one of cuda:0, cuda:1, or cpu"
+    ):
+        loading_of({**scoring, "device": "cuda:2"})
+    _gpus(monkeypatch, 0, 0)
+    assert loading_of(scoring) == {"device_map": "cpu", "dtype": "float32"}
+
+
+def test_a_run_keeps_the_device_that_was_asked_for(
+    judge: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _gpus(monkeypatch, 1, 2**40)
+    options = QuickstartOptions(reward_model=str(judge), reward_device="cpu")
+    run = RunFolder.start(tmp_path / "run", options.identity(), options.settings())
+    hand_over_model({"folder": str(judge), "dtype": "float32", "exact": None}, run.path)
+    (part,) = pickle.loads((run.path / "rewards.pkl").read_bytes()).parts
+    assert part.model == {"device_map": "cpu", "dtype": "float32"}
 
 
 @pytest.mark.parametrize(

@@ -94,3 +94,9 @@ def test_settings_come_back_from_json() -> None:
 
 def test_flags() -> None:
     assert flag("max_prompt_length") == "--max-prompt-length"
+
+
+def test_the_reward_models_device_is_one_and_has_a_model() -> None:
+    assert _faults(reward_device="gpu") == [("--reward-device", "gpu"), ("--reward-device", "gpu")]
+    assert _faults(reward_device="disk", reward_model="m") == [("--reward-device", "disk")]
+    assert QuickstartOptions(reward_device="cuda:1", reward_model="m").settings()["reward_device"] == "cuda:1"

@@ -35,8 +35,8 @@ def check_reward_model(path: str | Path) -> None:
 
 
 def choose_dtype(path: str | Path) -> str:
-    """The dtype that a reward model is loaded in on the CPU: "float32", the quicker there, or "bfloat16" where its weights
-    would take more than half of the memory that is free."""
+    """The dtype that a reward model is loaded in, unless it is streamed: "float32", the quicker on the CPU, or "bfloat16" where
+    its weights would take more than half of the memory that is free."""
     import psutil
 
     size = _spec(Path(path)).n_params * 4

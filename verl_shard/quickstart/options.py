@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,10 +36,15 @@ class QuickstartOptions:
     ] = None
     reward_model: Annotated[
         str | None,
-        "Folder of a sequence classifier with one label, whose score is the reward; it scores on the CPU. It takes 4 bytes a "
-        "parameter of host memory (2 where those are too many), and for a billion of them about 4 s a response of 200 tokens on "
-        "two cores. Or demo: a small one (10 MB) is trained first on right and wrong answers to the tasks, in under 30 s on two "
+        "Folder of a sequence classifier with one label, whose score is the reward. It takes 4 bytes a parameter of host memory "
+        "(2 where those are too many), and on the CPU, for a billion of them, about 4 s a response of 200 tokens on two cores. "
+        "Or demo: a small one (10 MB) is trained first on right and wrong answers to the tasks, in under 30 s on two "
         "cores (after its warm-up, with a --model of your own). The task's own reward, or --reward's, is measured beside it.",
+    ] = None
+    reward_device: Annotated[
+        str | None,
+        "Where the reward model scores: cpu, or a GPU such as cuda:0, on which a large one is streamed from host memory. By "
+        "default the run's first GPU, and the CPU where there is none.",
     ] = None
     task: Annotated[
         tuple[str, ...], "reasoning-gym task to take prompts from (repeat for several). By default all known."
@@ -118,6 +124,17 @@ class QuickstartOptions:
                 Finding("error", "demo-and-data", "--reward-model", DEMO, "it is trained on answers to our tasks, not to --data",
                         "Give the folder of a reward model, or leave out --data")
             )  # fmt: skip
+        if self.reward_device is not None:
+            if re.fullmatch(r"cpu|cuda|(cuda:)?\d+", self.reward_device) is None:
+                faults.append(
+                    Finding("error", "not-a-device", "--reward-device", self.reward_device, "not a device",
+                            "Write cpu, or a GPU such as cuda:0")
+                )  # fmt: skip
+            if self.reward_model is None:
+                faults.append(
+                    Finding("error", "needs-reward-model", "--reward-device", self.reward_device, "--reward-model is not given",
+                            "Give --reward-model too")
+                )  # fmt: skip
         for name in ("val_data", "reward"):
             if getattr(self, name) and not self.data:
                 faults.append(
