@@ -17,7 +17,7 @@ from verl_shard.verl_plugin.local.rollout import Rollout
 from verl_shard.verl_plugin.rollout.generate import Response, Sampling
 from verl_shard.verl_plugin.rollout.server import HFServer
 
-Call = tuple[list[tuple[int, ...]], list[int], Sampling, int, list[int]]
+Call = tuple[list[tuple[int, ...]], list[int], Sampling, int, list[int], list[int], int]
 SETTINGS: dict[str, Any] = {
     "seed": 7, "response_length": 16, "prompt_length": 9, "max_model_len": None, "max_num_seqs": 3, "ignore_eos": False,
     "temperature": 0.8, "top_k": -1, "top_p": 0.9, "n": 2, "calculate_log_probs": True,
@@ -37,8 +37,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """What is asked of the model; it answers a prompt with its seed."""
     made: list[Call] = []
 
-    def generate(_: Any, prompts: Any, seeds: Any, sampling: Sampling, pad: int, eos: Any) -> list[Response]:
-        made.append((list(prompts), list(seeds), sampling, pad, list(eos)))
+    def generate(
+        _: Any, prompts: Any, seeds: Any, sampling: Sampling, pad: int, eos: Any, most: Any, rows: int
+    ) -> list[Response]:
+        made.append((list(prompts), list(seeds), sampling, pad, list(eos), list(most), rows))
         return [Response([seed], [-0.5]) for seed in seeds]
 
     monkeypatch.setattr(module, "generate_in_worker", generate)
@@ -70,8 +72,10 @@ def requests(calls: list[Call]) -> list[tuple[tuple[int, ...], int]]:
 def test_it_asks_what_the_server_asks(make: Any, calls: list[Call]) -> None:
     served: list[Call] = []
 
-    async def remote(_: Any, prompts: Any, seeds: Any, sampling: Sampling, pad: int, eos: Any) -> list[Response]:
-        served.append((list(prompts), list(seeds), sampling, pad, list(eos)))
+    async def remote(
+        _: Any, prompts: Any, seeds: Any, sampling: Sampling, pad: int, eos: Any, most: Any, rows: int
+    ) -> list[Response]:
+        served.append((list(prompts), list(seeds), sampling, pad, list(eos), list(most), rows))
         return [Response([seed], [-0.5]) for seed in seeds]
 
     worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=remote))
@@ -94,6 +98,7 @@ def test_it_asks_what_the_server_asks(make: Any, calls: list[Call]) -> None:
         found += [list(sample.response) for sample in local.generate(rows(PROMPTS))]
     assert found == expected
     assert calls == served
+    assert [call[-1] for call in calls] == [SETTINGS["max_num_seqs"]] * 2
     # No two samples are drawn with one seed, in a step or in the next.
     assert len({seed for _, seeds, *_ in calls for seed in seeds}) == 16
 

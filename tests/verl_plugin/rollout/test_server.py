@@ -24,6 +24,8 @@ class Call:
     sampling: Sampling
     pad: int
     eos: list[int]
+    most: list[int]
+    max_rows: int
 
 
 @dataclass
@@ -39,10 +41,11 @@ class Worker:
         return SimpleNamespace(remote=self._generate)
 
     async def _generate(
-        self, function: Any, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling, pad: int, eos: Any
-    ) -> list[Response]:
+        self, function: Any, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling, pad: int, eos: Any,
+        most: Sequence[int], max_rows: int,
+    ) -> list[Response]:  # fmt: skip
         assert function is generate_in_worker
-        self.calls.append(Call(list(prompts), list(seeds), sampling, pad, list(eos)))
+        self.calls.append(Call(list(prompts), list(seeds), sampling, pad, list(eos), list(most), max_rows))
         if self.release is not None:
             await self.release.wait()
         if self.error is not None:
@@ -77,6 +80,7 @@ def test_requests_that_come_together_are_one_batch_in_a_fixed_order() -> None:
     assert call.prompts == [(3,), (4,), (5, 6, 7), (5, 6, 8)]
     assert [answer.token_ids[0] for answer in answers] == [8, 4, 7, 3]
     assert (call.pad, call.eos, call.sampling) == (0, [2], Sampling(16))
+    assert (call.most, call.max_rows) == ([16] * 4, 100)
 
 
 def test_requests_that_come_while_a_batch_runs_are_the_next_batch() -> None:
@@ -99,7 +103,7 @@ def test_requests_that_come_while_a_batch_runs_are_the_next_batch() -> None:
     assert [answer.token_ids[0] for answer in answers] == [1, 2, 3]
 
 
-def test_a_batch_has_at_most_max_num_seqs_and_one_kind_of_sampling() -> None:
+def test_a_batch_has_one_kind_of_sampling_and_the_worker_keeps_to_max_num_seqs() -> None:
     worker = Worker()
 
     async def run() -> None:
@@ -107,10 +111,28 @@ def test_a_batch_has_at_most_max_num_seqs_and_one_kind_of_sampling() -> None:
         await asyncio.gather(_ask(server, [[1], [2], [3]]), _ask(server, [[4]], temperature=0.0))
 
     asyncio.run(run())
-    assert sorted(map(len, (call.prompts for call in worker.calls))) == [1, 1, 2]
+    assert sorted(map(len, (call.prompts for call in worker.calls))) == [1, 3]
+    assert [call.max_rows for call in worker.calls] == [2, 2]
     assert {prompt: call.sampling.temperature for call in worker.calls for prompt in call.prompts} == {
         (1,): 1.0, (2,): 1.0, (3,): 1.0, (4,): 0.0,
     }  # fmt: skip
+
+
+def test_requests_of_different_lengths_share_a_batch() -> None:
+    worker = Worker()
+
+    async def run() -> None:
+        server = _server(worker, positions=20)
+        await asyncio.gather(_ask(server, [[1] * 15, [2]]), _ask(server, [[3]], max_tokens=3))
+
+    asyncio.run(run())
+    (call,) = worker.calls
+    assert [(len(prompt), most) for prompt, most in zip(call.prompts, call.most, strict=True)] == [
+        (1, 16),
+        (1, 3),
+        (15, 5),
+    ]
+    assert call.sampling == Sampling(16)
 
 
 def test_n_responses_to_one_prompt_have_different_seeds_that_come_back_with_the_step() -> None:

@@ -73,17 +73,16 @@ class Rollout:
         return prompt, self._seeds.next(prompt)
 
     def _answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        # As HFServer: a fixed order, and similar lengths pad each other little.
+        # As HFServer: a fixed order, and similar lengths to each process.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i][0]), *requests[i]))
         mine = self.processes.share(order)
 
         def work() -> list[Response]:
-            made: list[Response] = []
-            for start in range(0, len(mine), self.config.max_num_seqs):
-                chunk = mine[start : start + self.config.max_num_seqs]
-                prompts, seeds = [requests[i][0] for i in chunk], [requests[i][1] for i in chunk]
-                made += generate_in_worker(None, prompts, seeds, sampling, self.pad, self.eos)
-            return made
+            if not mine:
+                return []
+            prompts, seeds = [requests[i][0] for i in mine], [requests[i][1] for i in mine]
+            most, rows = [sampling.max_new_tokens] * len(mine), self.config.max_num_seqs
+            return generate_in_worker(None, prompts, seeds, sampling, self.pad, self.eos, most, rows)
 
         answers = self.processes.gather(work)
         placed = dict(zip(order, answers, strict=True))

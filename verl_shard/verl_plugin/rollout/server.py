@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.utils.config import omega_conf_to_dataclass
@@ -23,6 +23,11 @@ class _Request:
     seed: int
     sampling: Sampling
     answer: asyncio.Future[Any]
+
+
+def _apart_from_length(sampling: Sampling) -> Sampling:
+    """Requests that are alike in this share a batch: each row of it ends where its own response does."""
+    return replace(sampling, max_new_tokens=0)
 
 
 class HFServer:
@@ -91,19 +96,21 @@ class HFServer:
             await self.open.wait()
             while (quiet := loop.time() - self.last_arrival) < GATHER_S:
                 await asyncio.sleep(GATHER_S - quiet)
-            # A fixed order, so that the same requests make the same batches; and similar lengths pad each other little.
+            # A fixed order, so that the same requests make the same batches.
             self.waiting.sort(key=lambda request: (len(request.prompt), request.prompt, request.seed))
-            sampling = self.waiting[0].sampling
-            batch = [request for request in self.waiting if request.sampling == sampling][: self.config.max_num_seqs]
+            sampling = _apart_from_length(self.waiting[0].sampling)
+            batch = [request for request in self.waiting if _apart_from_length(request.sampling) == sampling]
             taken = set(map(id, batch))
             self.waiting = [request for request in self.waiting if id(request) not in taken]
-            await self._answer(batch, sampling)
+            await self._answer(batch)
 
-    async def _answer(self, batch: list[_Request], sampling: Sampling) -> None:
+    async def _answer(self, batch: list[_Request]) -> None:
         prompts, seeds = [request.prompt for request in batch], [request.seed for request in batch]
+        most = [request.sampling.max_new_tokens for request in batch]
+        sampling = replace(batch[0].sampling, max_new_tokens=max(most))
         try:
             responses = await self.worker.__ray_call__.remote(
-                generate_in_worker, prompts, seeds, sampling, self.pad, self.eos
+                generate_in_worker, prompts, seeds, sampling, self.pad, self.eos, most, self.config.max_num_seqs
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, each request that waits must hear of it
             for request in batch:

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from verl_shard.common.errors import ConfigError
-from verl_shard.verl_plugin.rollout.generate import Response, Sampling, _InverseCdfSampler, generate
+from verl_shard.runtime.generation import generate
+from verl_shard.runtime.generation_sampling import Response, Sampling, choose
 
 PAD, EOS, VOCAB = 0, 2, 40
 CPU = torch.device("cpu")
@@ -166,21 +167,17 @@ def test_first_tokens_are_as_frequent_as_the_softmax_says(seeds: range, model: A
 
 @pytest.mark.parametrize(("uniform", "expected"), [(0.0, [2, 1, 3]), (1 - 2**-24, [4, 1, 3])])
 def test_the_ends_of_the_uniform_numbers_choose_no_token_that_was_filtered(uniform: float, expected: list[int]) -> None:
-    sampler = _InverseCdfSampler([1, 2, 3], Sampling(1))
-    sampler.uniforms.fill_(uniform)
     out = float("-inf")
     scores = torch.tensor(
         [[out, out, 1.0, 0.0, 1.0, out], [out, 5.0, out, out, out, out], [out, out, out, 0.1, out, out]]
     )
-    assert sampler(torch.zeros(3, 1), scores).argmax(dim=-1).tolist() == expected
+    assert choose(scores, torch.full((3,), uniform))[0].tolist() == expected
 
 
 def test_evenly_spread_uniform_numbers_choose_each_token_as_often_as_it_is_likely() -> None:
     count = 10_000
     scores = torch.linspace(-3, 2, 23)[torch.randperm(23, generator=torch.Generator().manual_seed(0))]
-    sampler = _InverseCdfSampler([0] * count, Sampling(1))
-    sampler.uniforms[:, 0] = (torch.arange(count) + 0.5) / count
-    chosen = sampler(torch.zeros(count, 1), scores.expand(count, -1)).argmax(dim=-1)
+    chosen, _ = choose(scores.expand(count, -1), (torch.arange(count) + 0.5) / count)
     expected = torch.softmax(scores.double(), dim=0) * count
     assert (torch.bincount(chosen, minlength=23) - expected).abs().max() < 1.5
 
