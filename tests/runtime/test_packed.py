@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_shard.runtime.packed import PACKED, packed_inputs, use_packed_sdpa, why_not_packed
+from verl_shard.models.packed import PACKED, why_not_packed
+from verl_shard.runtime.packed import packed_inputs, use_packed_sdpa
 
 LENGTHS = (5, 1, 9, 3)
 SMALL = {

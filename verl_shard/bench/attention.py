@@ -140,7 +140,8 @@ def measure(
 
 
 def _prepared(model: Any, way: Way, ids: list[Any], device: str) -> Callable[[], tuple[Any, Sequence[Any]]]:
-    from verl_shard.runtime.packed import PACKED, use_packed_sdpa
+    from verl_shard.models.packed import PACKED
+    from verl_shard.runtime.packed import use_packed_sdpa
 
     if way.implementation == PACKED:
         model.set_attn_implementation("sdpa")

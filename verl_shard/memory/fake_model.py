@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_shard.common.notices import notice
+from verl_shard.models.packed import PACKED
 
 
 def without_memory(module: nn.Module, but: Collection[str] = ()) -> nn.Module:
@@ -58,14 +59,14 @@ def fill_with_fakes(
 
 
 def set_attention(module: nn.Module, implementation: str) -> None:
-    """Sets the attention of a transformers model. flash_attention_2 has the memory of sdpa and is traced as it.
+    """Sets the attention of a transformers model. Other fused kernels have the memory of sdpa and are traced as it.
 
     A model that has no such attention keeps its own, which is said.
     """
     choose = getattr(module, "set_attn_implementation", None)
     if choose is None:
         return
-    wanted = "sdpa" if implementation == "flash_attention_2" else implementation
+    wanted = "sdpa" if implementation in ("flash_attention_2", PACKED) else implementation
     why = ""
     if not getattr(module, "_can_set_attn_implementation", lambda: True)():
         why = f"{type(module).__name__} has an attention class for each implementation"

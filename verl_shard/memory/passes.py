@@ -10,13 +10,14 @@ from typing import Any, Literal, get_args
 import torch
 
 from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.models.packed import PACKED
 
 Phase = Literal["train", "forward", "generate"]
 Precision = Literal["bf16-mixed", "bf16", "fp32"]
 Optimizer = Literal["adamw", "adamw-fused", "sgd"]
 Loss = Literal["causal-lm", "ppo", "verl-ppo", "verl-fused", "value"]
 
-ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
+ATTENTIONS = ("sdpa", PACKED, "flash_attention_2", "eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,10 @@ class PassSpec:
     accumulating: an optimizer step of several micro-batches: gradients of the first are there while the next runs.
     padded: sequences of different lengths in one batch: attention has a mask, which fused kernels take as a bias.
     packed: the batch_size sequences of seq_len tokens are one row of batch_size x seq_len, with positions that begin
-        anew, as verl's use_remove_padding lays them out. "flash_attention_2" needs no mask for it; "sdpa" and "eager"
-        keep the sequences apart by one of (all tokens x all tokens), which a fused kernel takes as a bias that each
-        layer makes, and keeps for its backward. Generation is not packed.
+        anew, as verl's use_remove_padding lays them out. "flash_attention_2" needs no mask for it, nor does
+        "sdpa_packed", which is torch's own kernel as our engine uses it; "sdpa" and "eager" keep the sequences apart by
+        one of (all tokens x all tokens), which a fused kernel takes as a bias that each layer makes, and keeps for its
+        backward. Generation is not packed.
     trainable: for "forward" and "generate": weights are an actor's or critic's between two updates; under autocast they
         are then held in bf16 too, once and for the whole pass.
     in_flight: micro-batches whose forwards are all issued before the one backward.

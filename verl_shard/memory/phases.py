@@ -19,6 +19,7 @@ from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.stand_ins import as_on_gpu
 from verl_shard.memory.stock.outputs import FUSED_CHUNK, FusedHead
+from verl_shard.models.packed import PACKED, why_not_packed
 from verl_shard.models.spec import ModelSpec
 
 
@@ -78,9 +79,12 @@ def train(running: Running) -> Ran:
 
 
 def _as_on_gpu(running: Running) -> AbstractContextManager[None]:
-    """as_on_gpu for this pass. flash-attn works on each sequence of a packed row alone; other kernels on the row."""
+    """as_on_gpu for this pass. Kernels for packed rows work on each sequence alone; others on the row."""
     recorder, wanted = running.recorder, running.wanted
-    apart = wanted.packed and wanted.attn_implementation == "flash_attention_2"
+    flash = wanted.attn_implementation == "flash_attention_2"
+    apart = wanted.packed and (
+        flash or (wanted.attn_implementation == PACKED and why_not_packed(running.module) is None)
+    )
     sequences = wanted.batch_size if apart else 1
 
     def on_attention(flops: int, *more: Any) -> None:

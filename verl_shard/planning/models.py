@@ -14,6 +14,7 @@ from verl_shard.config.workload import Workload
 from verl_shard.memory.cached import cached_lora, cached_trace, description_of
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.trace import Trace
+from verl_shard.models.packed import PACKED
 from verl_shard.models.read import read_model
 from verl_shard.models.spec import ModelSpec
 
@@ -45,6 +46,8 @@ def pass_of(phase: str, own: RoleConfig, workload: Workload) -> PassSpec:
         return PassSpec(phase="generate", trainable=True, padded=True, **common)
     packed = workload.remove_padding and phase != "reward"
     common |= {"seq_len": workload.sequence_length, "packed": packed, "padded": not packed}
+    if packed and own.attn_implementation == "sdpa":
+        common["attn_implementation"] = PACKED
     taken = "verl-fused" if own.logits == "fused" else "verl-ppo"
     loss = {
         "old_log_prob": taken,

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-PACKED = "sdpa_packed"
-"""The implementation's name in transformers. With inputs that are not packed it is sdpa."""
+from verl_shard.models.packed import PACKED, why_not_packed
 
-_LAYERS = ("full_attention", "sliding_attention")
 # Of torch's flash kernel (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
 _OLDEST_CARD = (8, 0)
 _LARGEST_HEAD = 256
@@ -48,23 +46,11 @@ def packed_inputs(
     return told | {"attention_mask": ends.view(1, 1, 1, -1)} if attn_implementation == PACKED else told
 
 
-def why_not_packed(model: nn.Module) -> str | None:
-    """Why a model's packed rows need sdpa's own mask, or None where they can do without."""
-    config: Any = model.config
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{type(model).__name__} brings its own attention"
-    text = config.get_text_config()
-    if odd := sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYERS)):
-        return f"it has layers of {', '.join(odd)}"
-    if getattr(text, "attention_chunk_size", None):
-        return "its attention works in chunks"
-    if getattr(text, "output_router_logits", False):
-        return "its loss over routers reads the mask"
-    return None
-
-
 def use_packed_sdpa(model: nn.Module) -> bool:
-    """Lets a model that computes with sdpa take packed rows without a mask; whether it does so now."""
+    """Lets a model that computes with sdpa take packed rows without a mask; whether it does so now.
+
+    Its implementation is then named PACKED, which is sdpa for inputs that are not packed.
+    """
     config: Any = model.config
     if config._attn_implementation != "sdpa" or why_not_packed(model) is not None:
         return False
@@ -72,11 +58,6 @@ def use_packed_sdpa(model: nn.Module) -> bool:
     switch: Any = model
     switch.set_attn_implementation(PACKED)
     return True
-
-
-def packed_attention(config: PretrainedConfig, asked: str) -> str:
-    """What computes the attention of packed rows in our engine, as estimates name it: flash kernels under both names."""
-    return "flash_attention_2" if asked in (PACKED, "flash_attention_2") else asked
 
 
 def _register() -> None:
