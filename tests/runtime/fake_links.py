@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ class FakeLinks(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             parcel.tensor.data.copy_(parcel.done)
         return parcel.tensor
+
+    def thread(self, devices: Any) -> Any:
+        watches = self in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        return self if watches else nullcontext()
 
     def held(self, device: str) -> int:
         return self.bytes[device]

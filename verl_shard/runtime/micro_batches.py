@@ -13,16 +13,14 @@ from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.common.units import parse_bytes
 from verl_shard.memory.trace import Trace
 from verl_shard.models.devices import parse_device
-from verl_shard.models.read import read_model
 from verl_shard.runtime.pipeline import pipeline_of
 from verl_shard.runtime.pipeline_hooks import RootHook
 from verl_shard.runtime.pipeline_links import carry
+from verl_shard.runtime.pipeline_order import issue, outside_autocast
+from verl_shard.runtime.pipeline_window import Window
 
 Scale = Literal["sum", "mean", "tokens"]
 
-_FOR_FORWARDS = 0.5
-"""Of the memory a GPU has left, what "auto" gives to activations kept in flight when it is told no memory: what a pass
-makes meanwhile, and gradients, need the rest."""
 _IGNORED = -100
 """transformers' label of a token that does not count."""
 
@@ -33,14 +31,14 @@ class Ran:
 
     results: what loss_fn returned beside the losses; without a backward all that it returned.
     losses: of each micro-batch, detached, unscaled, where they were made. loss: their scaled sum, of one device.
-    grad_norm: before clipping; None when it was not asked for. in_flight: how many were issued together, group by group.
+    grad_norm: before clipping; None when it was not asked for. in_flight: the most that were at a time.
     """
 
     results: tuple[Any, ...]
     losses: tuple[torch.Tensor, ...]
     loss: torch.Tensor | None
     grad_norm: torch.Tensor | None
-    in_flight: tuple[int, ...]
+    in_flight: int
 
 
 def run_micro_batches(
@@ -57,15 +55,17 @@ def run_micro_batches(
 ) -> Ran:
     """Forward and backward of micro-batches, whose gradients add up as if they had run one after the other.
 
-    All forwards in flight are issued first, then their losses are computed, then one backward goes through all. On a model
-    of dispatch_model the GPUs then work at the same time. Nothing here waits for a GPU; what loss_fn reads does, and by
-    then all forwards are under way. A loss that the model computes (of labels in the batch) is issued with its forward.
+    On a model of dispatch_model the GPUs work at the same time: forwards of the next micro-batches are issued before the
+    loss of the first is computed, each device's as far as its turn has come, then the first one's backward, and so on: in
+    the order of each device a backward comes as early as it can (1F1B). Nothing here waits for a GPU; what loss_fn reads
+    does, and by then the next forwards are under way. Forwards then run in threads, one at a time.
 
     batches: keywords of the model. They may be on the host; pinned, their copies wait for nothing.
     loss_fn: takes the output and the batch; returns a loss of one element, or that and something to hand back. By default
         the output's own loss. With forward_only anything, by default the output.
-    in_flight: micro-batches between a forward and its backward (or, with forward_only, its loss_fn) at a time. "auto":
-        one for a model on one device; over several, as many as `memory` holds.
+    in_flight: micro-batches between the begin of their forward and their backward (or, with forward_only, their loss_fn)
+        at a time; as many as there are devices keep all of them at work. "auto": one for a model on one device; over
+        several two for each, if `memory` holds them.
     memory: bytes, or such as "20GiB", for what micro-batches in flight keep, on each GPU or by GPU. By default half of
         what a GPU has left when this is called; on the host there is no limit.
     trace: of the pass of one micro-batch (verl_shard.memory.trace.trace), the largest: says what each keeps before any
@@ -79,43 +79,41 @@ def run_micro_batches(
     """
     limits = _check(model, batches, in_flight, memory, trace, forward_only, scale, max_grad_norm)
     pipe = pipeline_of(model)
-    window = _Window(pipe, in_flight, limits, trace, model, forward_only)
+    window = Window(pipe, in_flight, limits=limits, trace=trace, model=model, forward_only=forward_only)
     results: list[Any] = []
     losses: list[torch.Tensor] = []
     total: torch.Tensor | None = None
-    groups: list[int] = []
     weights = None if forward_only else _weights(scale, batches)
-    at = 0
-    while at < len(batches):
-        with torch.set_grad_enabled(not forward_only):
-            window.begin()
-            outputs = [model(**batches[at])]
-            while at + len(outputs) < len(batches) and window.holds_another(len(outputs)):
-                outputs.append(model(**batches[at + len(outputs)]))
-            group = batches[at : at + len(outputs)]
-            groups.append(len(group))
-            at += len(group)
-            made = []
-            for batch in group:  # outputs are let go one by one
-                made.append(_computed(loss_fn, outputs.pop(0), batch, forward_only))
-        results.extend(result for _, result in made)
+
+    def finish(number: int, output: Any) -> torch.Tensor | None:
+        nonlocal total
+        loss, result = _computed(loss_fn, output, batches[number], forward_only)
+        results.append(result)
         if weights is None:
-            continue
-        scaled = []
-        for (loss, _), weight in zip(made, weights[at - len(group) : at], strict=True):
-            assert loss is not None, "a training loss is checked when it is made"
-            losses.append(loss.detach())
-            scaled.append(loss * _near(pipe, weight, loss))
-        made = []
-        torch.autograd.backward(scaled)
-        for loss in scaled:
-            part = loss.detach()
-            total = part if total is None else total + _near(pipe, part, total)
-        del loss, scaled
-    norm = None
-    if max_grad_norm is not None:
-        norm = clip_gradients(model, max_grad_norm)
-    return Ran(tuple(results), tuple(losses), total, norm, tuple(groups))
+            return None
+        assert loss is not None, "a training loss is checked when it is made"
+        losses.append(loss.detach())
+        scaled: torch.Tensor = loss * _near(pipe, weights[number], loss)
+        part = scaled.detach()
+        total = part if total is None else total + _near(pipe, part, total)
+        return scaled
+
+    def backward(number: int, loss: torch.Tensor) -> None:
+        del number
+        with outside_autocast():
+            torch.autograd.backward(loss)
+
+    with torch.set_grad_enabled(not forward_only):
+        most = issue(
+            pipe,
+            len(batches),
+            lambda number: model(**batches[number]),
+            finish,
+            window=window,
+            backward=None if forward_only else backward,
+        )
+    norm = None if max_grad_norm is None else clip_gradients(model, max_grad_norm)
+    return Ran(tuple(results), tuple(losses), total, norm, most)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -124,73 +122,6 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     The norm of each device's gradients is taken there, and one number of each travels; the host waits for none.
     """
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-
-def in_flight_that_fits(trace: Trace, devices: Sequence[Any], memory: Mapping[Any, int]) -> int:
-    """How many micro-batches may wait for their backward, so that on no device they keep more than `memory` bytes.
-
-    devices: of each Block that was traced. memory: by device; those it does not name hold any number. At least 1.
-    """
-    kept: dict[Any, int] = dict.fromkeys(devices, 0)
-    for device, size in zip(devices, trace.recording.kept.tolist(), strict=True):
-        kept[device] += size
-    fits = [memory[device] // size for device, size in kept.items() if device in memory and size]
-    return max(1, min(fits, default=2**31))
-
-
-class _Window:
-    """How many micro-batches are in flight. devices: those of the pipeline, as its links name them."""
-
-    def __init__(
-        self,
-        pipe: RootHook | None,
-        in_flight: int | Literal["auto"],
-        limits: Mapping[Any, int] | int | None,
-        trace: Trace | None,
-        model: nn.Module,
-        forward_only: bool,
-    ) -> None:
-        self._pipe = pipe
-        self._most = 2**31 if in_flight == "auto" else in_flight
-        self._limits: dict[Any, int] = {}
-        self._before: dict[Any, int] = {}
-        self._largest: dict[Any, int] = {}
-        self._held: dict[Any, int] = {}
-        if in_flight != "auto":
-            return
-        if pipe is None:
-            self._most = 1
-            return
-        links = pipe.links
-        if isinstance(limits, int):
-            self._limits = dict.fromkeys(pipe.devices, limits)
-        elif limits is not None:
-            self._limits = {links.device(name): size for name, size in limits.items()}
-        else:
-            rooms = {device: links.room(device) for device in pipe.devices}
-            self._limits = {d: int(_FOR_FORWARDS * room) for d, room in rooms.items() if room is not None}
-        if trace is not None and not forward_only:
-            placed: Any = next(m.hf_device_map for m in model.modules() if hasattr(m, "hf_device_map"))
-            devices = [links.device(name) for name in read_model(model)[0].devices_of(placed)]
-            self._most = in_flight_that_fits(trace, devices, self._limits)
-            self._limits = {}
-
-    def begin(self) -> None:
-        """A group begins: what is there now is not its own."""
-        if self._pipe is not None:
-            self._before = {device: self._pipe.links.held(device) for device in self._limits}
-            self._held = dict.fromkeys(self._before, 0)
-
-    def holds_another(self, n: int) -> bool:
-        """Whether there is room for one more, as large as the largest so far, beside the `n` that were issued."""
-        fits = n < self._most
-        for device, before in self._before.items():
-            assert self._pipe is not None, "only devices of a pipeline are counted"
-            held = self._pipe.links.held(device) - before
-            self._largest[device] = max(self._largest.get(device, 0), held - self._held[device])
-            self._held[device] = held
-            fits = fits and held + self._largest[device] <= self._limits[device]
-        return fits
 
 
 def _computed(

@@ -63,6 +63,21 @@ class Travels:
         finally:
             self._local.moved = outer
 
+    @contextmanager
+    def stopping(self, stop: Callable[[Any], None]) -> Iterator[None]:
+        """In forward passes of this thread `stop` is called before each module of the map, with its device."""
+        self._local.stop = stop
+        try:
+            yield
+        finally:
+            self._local.stop = None
+
+    def reach(self, device: Any) -> None:
+        """A module of the map is about to run on that device."""
+        stop: Callable[[Any], None] | None = getattr(self._local, "stop", None)
+        if stop is not None:
+            stop(device)
+
     def move(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
         """The tensor on a device: itself, its copy of this forward pass, or a new one."""
         home = self.links.of(tensor)
@@ -132,6 +147,7 @@ class StageHook(ModelHook):  # type: ignore[misc]
         self._skip = skip
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._travels.reach(self.execution_device)
         move_all = self._travels.move_all
         return move_all(args, self.execution_device), move_all(kwargs, self.execution_device, self._skip)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +43,9 @@ class Links(Protocol):
 
     def arrive(self, parcel: Parcel) -> torch.Tensor:
         """What is given to the target device from here on waits for the copy; the tensor of it."""
+
+    def thread(self, devices: Sequence[Any]) -> AbstractContextManager[None]:
+        """To be entered in another thread, which then gives the devices to do as the one that called this."""
 
     def held(self, device: Any) -> int:
         """Bytes of tensors on a device, as the host counts them."""
@@ -105,6 +110,19 @@ class GpuLinks:
             stream.wait_event(parcel.done)
             parcel.tensor.record_stream(stream)
         return parcel.tensor
+
+    @contextmanager
+    def _as(self, current: int, streams: Sequence[Any]) -> Iterator[None]:
+        for stream in streams:
+            torch.cuda.set_stream(stream)
+        torch.cuda.set_device(current)
+        yield  # a thread's streams end with it
+
+    def thread(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+        gpus = [device for device in devices if device.type == "cuda"]
+        if not gpus:
+            return nullcontext()
+        return self._as(torch.cuda.current_device(), [torch.cuda.current_stream(device) for device in gpus])
 
     def held(self, device: torch.device) -> int:
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

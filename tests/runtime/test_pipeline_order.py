@@ -1,0 +1,215 @@
+"""Each device's own order of forwards and backwards, the time that it takes, and threads that end whatever happens."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from runtime.fake_links import FakeLinks
+from shapes import small_qwen2
+
+from verl_shard.runtime.micro_batches import run_micro_batches
+from verl_shard.runtime.pipeline import dispatch_model
+
+
+def causal() -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(small_qwen2(), attn_implementation="sdpa")
+
+
+def placed(layers: Sequence[int]) -> dict[str, int]:
+    ends = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": layers[-1], "lm_head": layers[-1]}
+    return ends | {f"model.layers.{i}": gpu for i, gpu in enumerate(layers)}
+
+
+def batches(n: int) -> list[dict[str, Any]]:
+    made = [torch.randint(1, 500, (2, 6), generator=torch.Generator().manual_seed(number)) for number in range(n)]
+    return [{"input_ids": ids, "labels": ids, "use_cache": False} for ids in made]
+
+
+def gradients_like(model: Any, other: Any, distance: float) -> None:
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert (a.grad - b.grad).abs().max() < distance
+
+
+Order = dict[int, list[str]]
+
+
+def order_of(layers: Sequence[int], n: int, in_flight: int) -> Order:
+    """What each GPU is given: F0 is the forward of micro-batch 0. Taken at the last layer of each."""
+    links, model = FakeLinks(), causal()
+    dispatch_model(model, placed(layers), links=links)
+    given: Order = {gpu: [] for gpu in layers}
+
+    def note(gpu: int, kind: str) -> Any:
+        def hook(*_: Any) -> None:
+            given[gpu].append(f"{kind}{sum(entry[0] == kind for entry in given[gpu])}")
+
+        return hook
+
+    for gpu in set(layers):
+        module = model.model.layers[max(i for i, at in enumerate(layers) if at == gpu)]
+        module.register_forward_hook(note(gpu, "F"))
+        module.register_full_backward_hook(note(gpu, "B"))
+    with links:
+        assert run_micro_batches(model, batches(n), in_flight=in_flight).in_flight == min(n, in_flight)
+    return given
+
+
+def time_of(given: Order, forward: int = 1, backward: int = 2) -> int:
+    """How long GPUs take that do what they are given in its order, each as soon as its neighbour has made what it needs."""
+    last = max(given)
+    ends: dict[tuple[int, str], int] = {}
+    todo, free = {gpu: list(given[gpu]) for gpu in given}, dict.fromkeys(given, 0)
+    while any(todo.values()):
+        for gpu, left in todo.items():
+            while left:
+                kind = left[0][0]
+                before = gpu - 1 if kind == "F" else gpu + 1
+                needs = (before, left[0]) if 0 <= before <= last else (gpu, left[0].replace("B", "F"))
+                if needs not in ends and (kind == "B" or gpu > 0):
+                    break
+                free[gpu] = max(free[gpu], ends.get(needs, 0)) + (forward if kind == "F" else backward)
+                ends[gpu, left.pop(0)] = free[gpu]
+    return max(free.values())
+
+
+def test_each_device_has_its_own_order() -> None:
+    given = order_of((0, 0, 1, 1), 4, 2)
+    assert given[0] == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+    assert given[1] == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
+    given = order_of((0, 1, 2, 2), 5, 3)
+    assert given[0] == ["F0", "F1", "F2", "B0", "F3", "B1", "F4", "B2", "B3", "B4"]
+    assert given[1] == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "F4", "B3", "B4"]
+    assert given[2] == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3", "F4", "B4"]
+    given = order_of((0, 0, 1, 1), 4, 4)
+    assert given[0] == ["F0", "F1", "F2", "F3", "B0", "B1", "B2", "B3"]
+    assert given[1] == ["F0", "F1", "F2", "B0", "F3", "B1", "B2", "B3"]
+
+
+def test_as_many_in_flight_as_devices_take_no_longer_than_all() -> None:
+    # A GPU's share of a micro-batch is 1 forward and 2 backward. n of them, and the first one's way through the others.
+    assert time_of(order_of((0, 0, 1, 1), 6, 6)) == time_of(order_of((0, 0, 1, 1), 6, 2)) == 3 * (6 + 1)
+    assert time_of(order_of((0, 1, 2, 2), 6, 3)) == 3 * (6 + 2)
+    assert time_of(order_of((0, 0, 1, 1), 6, 1)) == 3 * 6 * 2
+    # One order for all devices, whole forwards and backwards in turn, makes the last wait for the first.
+    turns = ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "F4", "B3", "F5", "B4", "B5"]
+    assert time_of({0: turns, 1: turns}) > 30
+
+
+def test_the_last_device_holds_one_micro_batch() -> None:
+    def held(in_flight: int) -> tuple[int, int]:
+        links, model = FakeLinks(), causal()
+        dispatch_model(model, placed((0, 0, 1, 1)), links=links)
+        before, most = dict(links.bytes), [0, 0]
+
+        def loss_fn(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+            for gpu in (0, 1):
+                there = [p.grad.nbytes for p in model.parameters() if p.grad is not None and links.of(p) == f"gpu{gpu}"]
+                most[gpu] = max(most[gpu], links.bytes[f"gpu{gpu}"] - before[f"gpu{gpu}"] - sum(there))
+            return output.logits.square().mean()  # type: ignore[no-any-return]
+
+        with links:
+            run_micro_batches(model, [{**b, "labels": None} for b in batches(6)], loss_fn, in_flight=in_flight)
+        return most[0], most[1]
+
+    one, two, six = held(1), held(2), held(6)
+    assert two[1] == pytest.approx(one[1], rel=0.1)
+    assert six[1] > 4 * one[1]
+    assert two[0] == pytest.approx(2 * one[0], rel=0.1)
+    assert six[0] > 5 * one[0]
+
+
+class Casts(FakeLinks):
+    """Counts the casts of tensors of a shape, in all threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_to_copy" in str(func):
+            self.shapes[tuple(args[0].shape)] += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_threads_compute_as_their_caller_would_and_cast_weights_once() -> None:
+    links, model, one = Casts(), causal(), causal()
+    dispatch_model(model, placed((0, 0, 1, 1)), links=links)
+    threads: set[int] = set()
+    model.model.layers[0].register_forward_hook(lambda *_: threads.add(threading.get_ident()))
+    seen: list[torch.dtype] = []
+
+    def loss_fn(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        seen.append(output.logits.dtype)
+        return output.logits.float().square().mean()  # type: ignore[no-any-return]
+
+    plain = [{"input_ids": b["input_ids"], "use_cache": False} for b in batches(4)]
+    with links, torch.autocast("cpu", torch.bfloat16):
+        run_micro_batches(model, plain, loss_fn, in_flight=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        for batch in plain:
+            loss_fn(one(**batch), batch).backward()
+    assert threading.get_ident() not in threads
+    assert set(seen) == {torch.bfloat16}
+    weight = tuple(model.model.layers[3].mlp.down_proj.weight.shape)
+    # One cast for all, of each layer, and that of each gradient back.
+    assert links.shapes[weight] == 4 + 4 * 4
+    gradients_like(model, one, 1e-4)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def flying() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "verl_shard forward"]
+
+
+def test_an_error_ends_all_forwards_and_is_the_callers() -> None:
+    links, model = FakeLinks(), causal()
+    dispatch_model(model, placed((0, 0, 1, 1)), links=links)
+    calls: list[int] = []
+
+    def fails(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.cuda.OutOfMemoryError("no room")
+
+    handle = model.model.layers[1].register_forward_hook(fails)
+    with links, pytest.raises(torch.cuda.OutOfMemoryError, match="no room"):
+        run_micro_batches(model, batches(5), in_flight=2)
+    assert flying() == []
+    handle.remove()
+
+    def stops(output: Any, batch: Any) -> Any:
+        assert flying()  # the second is half-way
+        raise KeyboardInterrupt
+
+    with links, pytest.raises(KeyboardInterrupt):
+        run_micro_batches(model, batches(5), stops, in_flight=2)
+    assert flying() == []
+    model.zero_grad()
+    with links:
+        run_micro_batches(model, batches(4), in_flight=2)
+    one = causal()
+    for batch in batches(4):
+        one(**batch).loss.backward()
+    gradients_like(model, one, 1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_that_are_computed_again_do_not_stop(checkpointing: bool) -> None:
+    links, model, one = FakeLinks(), causal(), causal()
+    dispatch_model(model, placed((0, 1, 1, 0)), links=links)  # the last device is one that was there before
+    for each in (model, one):
+        each.train()
+        if checkpointing:
+            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with links:
+        run_micro_batches(model, batches(4), in_flight=2)
+    for batch in batches(4):
+        one(**batch).loss.backward()
+    gradients_like(model, one, 1e-6)

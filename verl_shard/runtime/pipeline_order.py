@@ -1,0 +1,201 @@
+"""The order in which micro-batches are given to the devices of a pipeline: each stage has its own, from one thread.
+
+A device does what it is given in that order, and a thread that gives it whole forwards and whole backwards in turn gives
+all devices the same order. Then a stage waits: the last one has to run the next forward before the next backward, and
+that forward waits for the first stage, which waits for the last one's backward. So a forward pass runs in a thread of its
+own, stops before each device, and is let go on one device at a time: forward k + d is d devices behind when backward k is
+given (1F1B). Only one thread runs at a time; which one is decided here, so that the order is always the same.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from verl_shard.runtime.pipeline_hooks import RootHook
+from verl_shard.runtime.pipeline_window import Window
+
+_TYPES = ("cuda", "cpu")
+"""Kinds of devices whose autocast a thread takes over."""
+
+
+def issue(
+    pipe: RootHook | None,
+    n: int,
+    forward: Callable[[int], Any],
+    finish: Callable[[int, Any], Any],
+    *,
+    window: Window,
+    backward: Callable[[int, Any], None] | None = None,
+) -> int:
+    """Runs n micro-batches, several of them in flight; returns the most that were.
+
+    forward: of a micro-batch's number, its output; over several devices called in other threads, one at a time.
+    finish: of number and output, what the backward begins with; called in order, as soon as the forward is issued.
+    backward: of number and what finish returned, called right after it. Without one nothing is kept for it: forwards go
+        on ahead of what finish waits for, on this thread.
+    window: how many may be in flight.
+    """
+    flights: deque[_Flight | _Done] = deque()
+    staged = pipe is not None and backward is not None and window.most > 1
+    start = _threads(pipe, window) if staged and pipe is not None else functools.partial(_Done, window)
+    most = 0
+    try:
+        for at in range(n):
+            ahead = 0
+            while ahead < min(window.number, n - at):
+                if ahead == len(flights):
+                    flights.append(start(functools.partial(forward, at + ahead)))
+                most = max(most, len(flights))
+                flights[ahead].advance(window.stage(ahead))
+                ahead += 1
+            made = finish(at, flights.popleft().output())
+            if backward is not None:
+                backward(at, made)
+            del made
+    finally:
+        for flight in flights:
+            flight.give_up()
+    return most
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """For a backward within a caller's autocast, whose casts of weights stay for the next forward."""
+    on = [kind for kind in _TYPES if torch.is_autocast_enabled(kind)]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
+
+
+class _Done:
+    """A forward pass on the caller's thread, all at once."""
+
+    def __init__(self, window: Window, call: Callable[[], Any]) -> None:
+        self._call: Callable[[], Any] | None = call
+        self._window = window
+        self._output: Any = None
+
+    def advance(self, stage: int) -> None:
+        del stage
+        if self._call is not None:
+            call, self._call = self._call, None
+            with self._window.counting() as kept:
+                self._output = call()
+            self._window.learn(kept)
+
+    def output(self) -> Any:
+        output, self._output = self._output, None
+        return output
+
+    def give_up(self) -> None:
+        self._output = None
+
+
+class _GivenUp(BaseException):
+    """Ends the thread of a forward that is not gone on with."""
+
+
+class _Flight:
+    """A forward pass in a thread of its own, which stops before each further device of the pipeline."""
+
+    def __init__(
+        self, call: Callable[[], Any], pipe: RootHook, window: Window, around: AbstractContextManager[None]
+    ) -> None:
+        self._stages = {device: stage for stage, device in enumerate(pipe.devices)}
+        self._pipe, self._window, self._around = pipe, window, around
+        self._kept: dict[Any, int] = {}
+        self._at = self._until = 0
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._call: Callable[[], Any] | None = call
+        self._output: Any = None
+        self._error: BaseException | None = None
+        self._done = self._given_up = False
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._main,), name="verl_shard forward", daemon=True)
+        self._thread.start()
+
+    def advance(self, stage: int) -> None:
+        """Goes on to the end of that stage; raises what the forward raised."""
+        if self._done or self._at > stage:
+            return
+        self._until = stage
+        with self._window.counting(self._kept):
+            self._go.release()
+            self._stopped.acquire()
+        self._landed()
+
+    def _landed(self) -> None:
+        """After a stage: an error is raised here, and what was kept is known at the end."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._done:
+            self._window.learn(self._kept)
+
+    def output(self) -> Any:
+        assert self._done, "the last stage is reached before a loss is made"
+        self._thread.join()
+        output, self._output = self._output, None
+        return output
+
+    def give_up(self) -> None:
+        self._given_up = True
+        self._go.release()
+        self._thread.join()
+        self._output = self._error = None
+
+    def _main(self) -> None:
+        self._go.acquire()
+        call, self._call = self._call, None
+        try:
+            if not self._given_up and call is not None:
+                with self._around, self._pipe.travels.stopping(self._stop):
+                    self._output = call()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+        finally:
+            self._done = True
+            self._stopped.release()
+
+    def _stop(self, device: Any) -> None:
+        stage = self._stages.get(device, self._at)
+        if stage <= self._at:  # a device that comes again, such as a tied head's, has had its stop
+            return
+        self._at = stage
+        if stage > self._until:
+            self._stopped.release()
+            self._go.acquire()
+            if self._given_up:
+                raise _GivenUp
+
+
+def _threads(pipe: RootHook, window: Window) -> Callable[[Callable[[], Any]], _Flight]:
+    """Makes forwards in other threads, which take over from this one: streams, autocast, and whether gradients are wanted."""
+    gradients = torch.is_grad_enabled()
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _TYPES]
+    cached = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def entered(links: AbstractContextManager[None]) -> Iterator[None]:
+        for kind, enabled, dtype in autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(cached)
+        # Casts of weights are kept for all threads, until a thread leaves its outermost autocast: here none does.
+        torch.autocast_increment_nesting()
+        with links, torch.set_grad_enabled(gradients):
+            yield
+
+    return lambda call: _Flight(call, pipe, window, entered(pipe.links.thread(pipe.devices)))

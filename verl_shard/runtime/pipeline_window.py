@@ -1,0 +1,126 @@
+"""How many micro-batches are in flight: between the beginning of their forward and the end of their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import nn
+
+from verl_shard.memory.trace import Trace
+from verl_shard.models.read import read_model
+from verl_shard.runtime.pipeline_hooks import RootHook
+
+_FOR_FORWARDS = 0.5
+"""Of the memory a GPU has left, what "auto" gives to activations kept in flight when it is told no memory: what a pass
+makes meanwhile, and gradients, need the rest."""
+_A_STAGE = 2
+"""Micro-batches in flight for each stage, at most, of "auto". One fills the pipeline; one more evens out micro-batches that
+are not equally long."""
+
+
+def in_flight_that_fits(
+    trace: Trace, devices: Sequence[Any], memory: Mapping[Any, int], *, beside_one: bool = False
+) -> int:
+    """How many micro-batches may be in flight, so that on no device they keep more than `memory` bytes; at least 1.
+
+    devices: of each Block that was traced, in their order. memory: by device; those it does not name hold any number.
+    beside_one: memory is what is left beside one micro-batch at a time.
+    """
+    kept: dict[Any, int] = dict.fromkeys(devices, 0)
+    for device, size in zip(devices, trace.recording.kept.tolist(), strict=True):
+        kept[device] += size
+    return _most(kept, {d: memory[d] + beside_one * kept[d] for d in kept if d in memory}, 2**31)
+
+
+def _most(kept: Mapping[Any, int], limits: Mapping[Any, int], most: int) -> int:
+    """kept: of one micro-batch by device, in the order of stages."""
+    fits = most
+    for stage, device in enumerate(kept):
+        if device in limits and kept[device]:
+            # A stage holds as many as there are, but for those that have not come so far when an earlier one's backward is
+            # given: min(number, stages - stage + max(0, number - stages)). The largest number for which that is n:
+            n = limits[device] // kept[device]
+            fits = min(fits, n + stage if n >= len(kept) - stage else n)
+    return max(1, fits)
+
+
+class Window:
+    """How many micro-batches are in flight, and how far each of them may have gone.
+
+    limits: bytes for what they keep, by device or on each; None for a share of what is left. trace: of one micro-batch:
+    says what it keeps; without one, that is counted as they run. meant_for_others: bytes that are left now, but not later.
+    """
+
+    def __init__(
+        self,
+        pipe: RootHook | None,
+        in_flight: int | Literal["auto"],
+        *,
+        limits: Mapping[Any, int] | int | None = None,
+        trace: Trace | None = None,
+        model: nn.Module | None = None,
+        forward_only: bool = False,
+        meant_for_others: Mapping[Any, int] | None = None,
+    ) -> None:
+        self._pipe = pipe
+        self._stages = 1 if pipe is None else len(pipe.devices)
+        self._forward_only = forward_only
+        self._limits: dict[Any, int] = {}
+        self._kept: dict[Any, int] = {}
+        if in_flight != "auto" or pipe is None:
+            self.most = 1 if in_flight == "auto" else in_flight
+            return
+        self.most = _A_STAGE * self._stages
+        links = pipe.links
+        if isinstance(limits, int):
+            self._limits = dict.fromkeys(pipe.devices, limits)
+        elif limits is not None:
+            self._limits = {links.device(name): size for name, size in limits.items()}
+        else:
+            others = meant_for_others or {}
+            rooms = {device: links.room(device) for device in pipe.devices}
+            self._limits = {
+                d: max(0, int(_FOR_FORWARDS * (room - others.get(d, 0))))
+                for d, room in rooms.items()
+                if room is not None
+            }
+        if trace is not None and model is not None and not forward_only:
+            placed: Any = next(m.hf_device_map for m in model.modules() if hasattr(m, "hf_device_map"))
+            devices = [links.device(name) for name in read_model(model)[0].devices_of(placed)]
+            self.most = min(self.most, in_flight_that_fits(trace, devices, self._limits))
+            self._limits = {}
+
+    @property
+    def number(self) -> int:
+        """How many may be in flight now: one, until it is known what a micro-batch keeps."""
+        if not self._limits:
+            return self.most
+        if not self._kept:
+            return 1
+        if self._forward_only:  # outputs only, where they are made
+            return max(1, min([self.most, *(self._limits[d] // size for d, size in self._kept.items() if size)]))
+        return _most(self._kept, self._limits, self.most)
+
+    def stage(self, ahead: int) -> int:
+        """The last stage that a micro-batch runs before the backward of the one that is so many before it."""
+        return max(0, min(self._stages - 1, self._stages - 1 - ahead + max(0, self.number - self._stages)))
+
+    @contextmanager
+    def counting(self, kept: dict[Any, int] | None = None) -> Iterator[dict[Any, int]]:
+        """Adds to `kept` what is on each device afterwards and was not before."""
+        counted = {} if kept is None else kept
+        if not self._limits or self._pipe is None:
+            yield counted
+            return
+        held = self._pipe.links.held
+        before = {device: held(device) for device in self._pipe.devices if device in self._limits}
+        yield counted
+        for device, size in before.items():
+            counted[device] = counted.get(device, 0) + held(device) - size
+
+    def learn(self, kept: Mapping[Any, int]) -> None:
+        """What a micro-batch kept, after its forward."""
+        if self._limits and self._pipe is not None:
+            self._kept = {d: max(self._kept.get(d, 0), kept.get(d, 0)) for d in self._pipe.devices}
