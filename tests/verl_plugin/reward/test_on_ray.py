@@ -1,10 +1,10 @@
-"""One copy of a reward model on a node, and one behind verl's router: on a real Ray of this test's own."""
+"""One copy of a reward model on a node, and several behind our router: on a real Ray of this test's own."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ import ray
 import verl
 from judges import CONVERSATIONS, WORDS, alone, save_judge
 from transformers import AutoConfig
-from verl.experimental.reward_loop.reward_model import RewardModelManager
 
-from verl_shard.common.errors import ConfigError, RunError
+from verl_shard.common.errors import ConfigError, DoesNotFitError, RunError
 from verl_shard.verl_plugin.reward.actor import NodeModel, actor_name
+from verl_shard.verl_plugin.reward.replicas import ROUTER, ServedReplicas
 from verl_shard.verl_plugin.reward.served import ask
 
 SETTINGS = {"device_map": "cpu", "dtype": "float32"}
@@ -125,12 +125,10 @@ def test_a_driver_may_ask_and_hears_what_cannot_be_loaded(folder: Path) -> None:
         broken.score(CONVERSATIONS[:1])
 
 
-# verl's router, a fork of this process, uses what FastAPI would not have used any more.
-@pytest.mark.filterwarnings("ignore:\\s*on_event is deprecated:DeprecationWarning")
 @pytest.mark.usefixtures("_cluster")
-def test_replicas_behind_verls_router(folder: Path) -> None:
+def test_replicas_behind_one_address_come_and_go(folder: Path) -> None:
     said = {
-        "enable_resource_pool": "true", "n_gpus_per_node": 2, "nnodes": 1, "model_path": folder, "rollout.name": "hf",
+        "enable_resource_pool": "true", "n_gpus_per_node": 1, "nnodes": 1, "model_path": folder, "rollout.name": "hf",
         "rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1, "+rollout.engine_kwargs.hf.empty_response": "stop",
     }  # fmt: skip
     with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
@@ -138,25 +136,53 @@ def test_replicas_behind_verls_router(folder: Path) -> None:
             f"{'+' * key.startswith('+')}reward.reward_model.{key.lstrip('+')}={value}" for key, value in said.items()
         ]
         model = hydra.compose("ppo_trainer", overrides=overrides).reward.reward_model
-    before = set(multiprocessing.active_children())
-    manager = RewardModelManager(model)
-    router = set(multiprocessing.active_children()) - before
+    manager = ServedReplicas(model)
+    address, expected = manager.get_router_address(), [alone(folder, c) for c in CONVERSATIONS]
+
+    def scores() -> list[float]:
+        return asyncio.run(_ask_all(address, CONVERSATIONS))
+
     try:
-        assert len(manager.server_handles) == 2
-        # Both were put to sleep, and verl wakes a model with a pool of its own never again.
-        found = asyncio.run(_ask_all(manager.get_router_address(), CONVERSATIONS))
-        assert found == pytest.approx([alone(folder, c) for c in CONVERSATIONS], abs=1e-5)
+        (first,) = manager.server_addresses
+        # It was put to sleep, and verl wakes a model with a pool of its own never again.
+        assert scores() == pytest.approx(expected, abs=1e-5)
+        added = manager.add_replica()
+        assert manager.server_addresses == [first, added]
+        assert ray.get(ray.get_actor(ROUTER).addresses.remote()) == {first: 0, added: 0}
+        assert scores() == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(DoesNotFitError, match="another replica takes 1 GPUs, and 0 of the cluster's are not taken"):
+            manager.add_replica()
+        # One that died is left out, and its GPU is free for another.
+        ray.kill(manager.server_handles[0])
+        _until(lambda: _refuses(first))
+        assert scores() == pytest.approx(expected, abs=1e-5)
         manager.sleep()
         manager.wake_up()
+        assert manager.server_addresses == [added]
+        with pytest.raises(RunError, match=f"the replica at {added} is the last one"):
+            manager.remove_replica(added)
+        _until(lambda: ray.available_resources().get("GPU", 0) == 1)
+        with socket.create_server(("127.0.0.1", 0)) as listening:  # stands for a server that somebody else started
+            other = f"127.0.0.1:{listening.getsockname()[1]}"
+            assert manager.add_replica(other) == other
+            assert ray.get(manager.router.addresses.remote()) == {added: 0, other: 0}
+            manager.remove_replica(other)
+        assert ray.get(manager.router.addresses.remote()) == {added: 0}
+        with pytest.raises(RunError, match=f"no reward server takes a connection at {other}"):
+            manager.add_replica(other)
         empty = [{"role": "user", "content": "w10"}, {"role": "assistant", "content": ""}]
         with pytest.raises(RunError, match=r"response 0 \(''\) is empty"):
-            asyncio.run(_ask_all(manager.get_router_address(), [empty]))
+            asyncio.run(_ask_all(address, [empty]))
     finally:
-        for process in router:
-            process.terminate()
-            process.join()
+        ray.kill(manager.router)
         for server in manager.server_handles:
             ray.kill(server)
+
+
+def _refuses(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as tried:
+        return tried.connect_ex((host, int(port))) != 0
 
 
 async def _ask_all(address: str, conversations: Any) -> list[float]:

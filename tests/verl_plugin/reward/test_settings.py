@@ -10,8 +10,11 @@ import hydra
 import pytest
 import verl
 from omegaconf import OmegaConf
+from verl.experimental.reward_loop import reward_loop
+from verl.experimental.reward_loop.reward_model import RewardModelManager
 
 from verl_shard.common.errors import ConfigError
+from verl_shard.verl_plugin.reward.replicas import ServedReplicas
 from verl_shard.verl_plugin.reward.settings import prepare_reward_config, read_kwargs, scoring_settings
 
 SERVED = (
@@ -26,9 +29,16 @@ def _config(*overrides: str) -> Any:
         return hydra.compose("ppo_trainer", overrides=list(overrides))
 
 
+@pytest.fixture(autouse=True)
+def _verls_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What verl's reward loop makes is verl's own, before and after."""
+    monkeypatch.setattr(reward_loop, "RewardModelManager", RewardModelManager)
+
+
 def test_the_workers_ask_the_served_model() -> None:
     config = _config(*SERVED)
     prepare_reward_config(config)
+    assert reward_loop.RewardModelManager is ServedReplicas
     reward = config.reward
     assert (reward.custom_reward_function.path, reward.custom_reward_function.name) == (
         "pkg://verl_shard.verl_plugin.reward.served", "ask",
@@ -57,6 +67,8 @@ def test_what_is_not_ours_is_left_alone(overrides: tuple[str, ...]) -> None:
     before = OmegaConf.to_container(config)
     prepare_reward_config(config)
     assert OmegaConf.to_container(config) == before
+    ours = reward_loop.RewardModelManager is ServedReplicas
+    assert ours == (config.reward.reward_model.enable and config.reward.reward_model.rollout.name == "hf")
 
 
 @pytest.mark.parametrize(

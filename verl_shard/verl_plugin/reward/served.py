@@ -19,8 +19,11 @@ async def ask(address: str, messages: Sequence[dict[str, Any]]) -> float:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
             session.post(url, json={"messages": list(messages)}) as response,
         ):
-            response.raise_for_status()
-            answer = await response.json()
+            # The router says so what it could not have answered; others say their errors otherwise.
+            is_json = response.content_type == "application/json"
+            answer = await response.json() if is_json else {}
+            if "error" not in answer:
+                response.raise_for_status()
     except aiohttp.ClientError as error:
         raise RunError(f"the reward model at {url} does not answer: {error}") from error
     if "error" in answer:

@@ -18,8 +18,9 @@ _PLACES = ("device_map", "devices", "copies_on")
 
 
 def prepare_reward_config(config: Any) -> None:
-    """Has verl's reward workers ask the served model, where the user has no way of his own; raises ConfigError with all
-    faults. Does nothing unless `reward.reward_model.enable` is true and its `rollout.name` is hf.
+    """Has verl's reward workers ask the served model, where the user has no way of his own, and its replicas be behind our
+    router; raises ConfigError with all faults. Does nothing unless `reward.reward_model.enable` is true and its
+    `rollout.name` is hf.
 
     verl knows how to ask vLLM and SGLang only, and its managers fail on what a colocated model is given.
     """
@@ -28,6 +29,9 @@ def prepare_reward_config(config: Any) -> None:
         return
     if faults := list(find_faults(config)):
         raise ConfigError(faults)
+    from verl_shard.verl_plugin.reward.replicas import use_our_router
+
+    use_our_router()
     with open_dict(config):
         reward = config.reward
         if not reward.custom_reward_function.path:
