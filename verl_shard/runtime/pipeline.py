@@ -77,7 +77,7 @@ def dispatch_model(
         _check_model(model)
     placed: dict[str, DeviceId] = {}
     with faults.gathering():
-        placed = _checked(model, device_map, real=links is None)
+        placed = check_map(model, device_map, real=links is None)
     out: DeviceId | None = None
     with faults.gathering():
         out = _output(output_device)
@@ -139,7 +139,7 @@ def _check_plain(model: nn.Module, placed: Mapping[str, DeviceId]) -> None:
             raise config_error("not-plain", "model", type(model).__name__, why, "Load it with this device map")
 
 
-def _checked(model: nn.Module, device_map: Any, *, real: bool) -> dict[str, DeviceId]:
+def check_map(model: nn.Module, device_map: Any, *, real: bool) -> dict[str, DeviceId]:
     """The map with devices parsed; its errors are raised, its warnings logged."""
     if not isinstance(device_map, Mapping):
         why = "not a map of names to devices"
