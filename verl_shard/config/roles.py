@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.config.device_ids import parse_device_ids
 from verl_shard.config.validated import config_class
 
 Role = Literal["actor", "critic", "ref", "reward", "rollout"]
@@ -15,8 +17,32 @@ TRAINED: tuple[Role, ...] = ("actor", "critic")
 Backend = Literal["device_map", "fsdp", "fsdp2"]
 Offload = Literal["none", "stream", "cpu_offload", "cpu_offload_with_hook", "auto"]
 Logits = Literal["full", "chunked", "fused"]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Devices = Annotated[
+    tuple[int, ...] | Count | None,
+    BeforeValidator(parse_device_ids, json_schema_input_type=list[int | str] | Count | str | None),
+]
+Strategy = Literal["none", "device_map", "data_parallel", "fsdp", "fsdp2", "vllm", "sglang", "hf"]
 _TRAINED_ONLY = ("optimizer", "gradient_checkpointing", "lora_rank", "optimizer_offload", "offload_policy", "in_flight")
+
+
+@config_class
+class VllmArgs:
+    """Arguments of the vLLM engine by vLLM's names. None is verl's default."""
+
+    tensor_parallel_size: Count | None = Field(default=None, description="GPUs that one engine spans.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Share of a GPU that the engine takes."
+    )
+    enforce_eager: bool | None = Field(default=None, description="Without CUDA graphs: less memory, slower.")
+    max_model_len: Count | None = Field(default=None, description="Longest sequence, in tokens.")
+    max_num_seqs: Count | None = Field(default=None, description="Sequences that are generated at once.")
+    max_num_batched_tokens: Count | None = Field(default=None, description="Tokens of one forward of the engine.")
+    enable_prefix_caching: bool | None = Field(default=None, description="Prompts that begin alike are computed once.")
+    enable_chunked_prefill: bool | None = Field(default=None, description="Long prompts are computed in parts.")
+    engine_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Any other argument of vLLM's engine, handed on without a check."
+    )
 
 
 @config_class
@@ -32,10 +58,9 @@ class RoleConfig:
     device_type: Literal["cuda", "cpu"] | None = Field(
         default=None, description="cpu keeps a scoring role off the GPUs."
     )
-    devices: tuple[int, ...] | Count | None = Field(default=None, description="GPU ids, or how many.")
-    strategy: Literal["none", "device_map", "data_parallel", "fsdp", "fsdp2", "vllm", "sglang", "hf"] | None = Field(
-        default=None, description="How the role uses its devices."
-    )
+    devices: Devices = Field(default=None, description='GPU ids ([0, 1] or "0-3"), or how many (2).')
+    strategy: Strategy | None = Field(default=None, description="How the role uses its devices.")
+    vllm_args: VllmArgs | None = Field(default=None, description="Of strategy vllm: arguments of the engine.")
     precision: Literal["bf16-mixed", "bf16", "fp32"] | None = Field(
         default=None, description="bf16-mixed for trained roles and bf16 for scoring ones unless given."
     )
@@ -74,6 +99,16 @@ class RoleConfig:
     )
 
     def __post_init__(self) -> None:
+        self._take_from_vllm_args()
+        if self.device_type == "cpu" and self.devices == ():
+            object.__setattr__(self, "devices", None)
+        if self.devices == ():
+            why, fix = "no GPU is named", "Name some, leave it out, or write device_type: cpu"
+            raise ConfigError(Finding("error", "no-device", "devices", "[]", why, fix))
+        if self.device_type == "cpu" and self.devices is not None:
+            given = str(list(self.devices) if isinstance(self.devices, tuple) else self.devices)
+            why = "device_type is cpu"
+            raise ConfigError(Finding("error", "device-conflict", "devices", given, why, "Leave out one of them"))
         if isinstance(self.devices, tuple) and len(set(self.devices)) != len(self.devices):
             twice = sorted({i for i in self.devices if self.devices.count(i) > 1})
             why = f"{', '.join(map(str, twice))} is named more than once"
@@ -92,6 +127,39 @@ class RoleConfig:
                 )
             )
 
+    def _take_from_vllm_args(self) -> None:
+        """Two arguments have fields of their own here, which other engines have too."""
+        inner = self.vllm_args
+        if inner is None:
+            return
+        for name in ("tensor_parallel_size", "gpu_memory_utilization"):
+            value, own = getattr(inner, name), getattr(self, name)
+            if value is None:
+                continue
+            if own not in (None, value):
+                raise ConfigError(
+                    Finding("error", "key-twice", name, str(own), f"vllm_args says {value}", "Leave out one of them")
+                )
+            object.__setattr__(self, name, value)
+        rest = replace(inner, tensor_parallel_size=None, gpu_memory_utilization=None)
+        empty = all(getattr(rest, item.name) is None for item in fields(VllmArgs))
+        object.__setattr__(self, "vllm_args", None if empty else rest)
+
+
+def _nodes(value: Any) -> Any:
+    return {"count": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+@config_class
+class Nodes:
+    """The machines: GPU ids count over them. What is None is not said."""
+
+    count: Count = Field(default=1, description="How many machines, all alike.")
+    gpus: Count | None = Field(default=None, description="GPUs in each.")
+    card: str | None = Field(default=None, description='Which, such as "a100-80g": to plan on another machine.')
+    memory: int | str | None = Field(default=None, description='Or the memory of each, such as "80GiB".')
+    host_memory: int | str | None = Field(default=None, description='RAM of each machine, such as "512GiB".')
+
 
 @config_class
 class ResourceConfig:
@@ -102,7 +170,22 @@ class ResourceConfig:
     ref: RoleConfig | None = None
     reward: RoleConfig | None = None
     rollout: RoleConfig | None = None
-    backend: Backend = "device_map"
+    backend: Backend = Field(
+        default="device_map",
+        description="Who holds the weights: device_map is this package's engine; fsdp, fsdp2 verl's.",
+    )
+    colocation: Literal["shared", "separate"] | tuple[tuple[Role, ...], ...] | None = Field(
+        default=None,
+        description="Which components share GPUs: groups such as [[actor, ref], [reward]]; separate gives each its own. "
+        "[shared: any GPU may be named by several]",
+    )
+    comm_backend: Literal["nccl", "gloo", "nixl", "mooncake"] | None = Field(
+        default=None, description="How weights go to a rollout on GPUs of its own (verl's checkpoint_engine). [nccl]"
+    )
+    timeout_seconds: Count | None = Field(default=None, description="How long one process waits for another.")
+    nodes: Annotated[Nodes | None, BeforeValidator(_nodes, json_schema_input_type=Nodes | Count | None)] = Field(
+        default=None, description="The machines, or how many."
+    )
 
     def __post_init__(self) -> None:
         faults = []
@@ -132,3 +215,10 @@ class ResourceConfig:
     def roles(self) -> dict[Role, RoleConfig]:
         """Those that there are, by name."""
         return {role: getattr(self, role) for role in ROLES if getattr(self, role) is not None}
+
+    @property
+    def model_config(self) -> dict[str, dict[str, Any]]:
+        """By role, what PPOTrainer's `model_config` takes; strategies of verl alone become ours, which a notice says."""
+        from verl_shard.config.resource_local import model_config_of
+
+        return model_config_of(self)
