@@ -11,6 +11,7 @@ from verl_shard.cli import passes
 
 if TYPE_CHECKING:
     from verl_shard.common.errors import Faults
+    from verl_shard.planning.plan import Plan
 
 HELP = """Does a PPO or GRPO run fit, which role goes on which GPU, and if it does not fit, the cheapest way to make it.
 
@@ -67,6 +68,10 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="Also draw the memory of each phase, into this PNG.")] = None,
     rates: Annotated[Path | None, typer.Option(help='Speeds that "verl-shard bench rates" measured.')] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    emit: Annotated[
+        str | None,
+        typer.Option(help='"overrides": print the command that starts verl on the plan, and nothing else.'),
+    ] = None,
 ) -> int:
     """Prints a plan."""
     from json import dumps
@@ -80,6 +85,8 @@ def plan(
     from verl_shard.planning.settings import read_roles
 
     faults = Faults()
+    with faults.gathering():
+        _check_emit(emit, json=json)
     given = _roles({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, setting or [], faults)
     with faults.gathering():
         roles = read_roles(given, backend)  # type: ignore[arg-type]
@@ -113,11 +120,41 @@ def plan(
         made.save(save)
     if picture is not None:
         made.draw(picture)
-    if json:
+    if emit:
+        _emit(made, save)
+    elif json:
         typer.echo(dumps(made.to_dict(), indent=2))
     else:
         out.print(made.report(out.width), end="", markup=False)
     return 0 if made.fits else 2
+
+
+def _check_emit(emit: str | None, *, json: bool) -> None:
+    from verl_shard.common.errors import config_error
+
+    if emit not in (None, "overrides"):
+        raise config_error("unknown-emit", "--emit", emit, "there is no such thing to print", "Use --emit overrides")
+    if emit and json:
+        raise config_error("emit-and-json", "--emit", emit, "--json prints something else", "Give one of the two")
+
+
+def _emit(made: Plan, saved: Path | None) -> None:
+    """The command on stdout. Raises DoesNotFitError, and prints none, for a plan that does not fit."""
+    from verl_shard.verl_plugin.overrides_plan import to_verl_overrides, verl_command
+
+    check_fits(made)
+    typer.echo(verl_command(to_verl_overrides(made, plan_file=saved), backend=made.backend))
+
+
+def check_fits(made: Plan) -> None:
+    """Raises DoesNotFitError with what would make the plan fit."""
+    from verl_shard.common.errors import DoesNotFitError
+
+    if made.fits:
+        return
+    remedies = "".join(f"\n  {row.setting} ({row.name}; its price: {row.price})" for row in made.remedies)
+    listed = f" These settings would lower its memory:{remedies}" if remedies else ""
+    raise DoesNotFitError(f"the plan does not fit, so that nothing is started on it. {made.fits_with}{listed}")
 
 
 def _inventory(gpus: int | None, gpu: str | None, memory: str | None, nodes: int, host_memory: int | None) -> Any:

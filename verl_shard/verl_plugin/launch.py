@@ -14,13 +14,17 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from verl_shard.common.errors import RunError
 from verl_shard.common.files import JsonTail
 from verl_shard.common.notices import RUN_DIR_VARIABLE, record_event
 from verl_shard.config.run_folder import Launch, RunFolder
 from verl_shard.verl_plugin.fork_server import LAUNCH_MARK, ForkServer
+
+if TYPE_CHECKING:
+    from verl_shard.planning.plan import Plan
 
 # A parent that is killed cannot end verl, so the kernel does it; Ray follows its driver. The program asks for that
 # itself and then becomes verl: Python code between fork and exec (preexec_fn) may hang where the parent has threads.
@@ -187,3 +191,39 @@ def explain_end(launch: Launch, run: RunFolder, code: int) -> str:
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     message = re.sub(r"^verl_shard[.\w]*: ", "", chosen)
     return f"verl ended with {how}: {message}\nIts output is in {launch.log_file}"
+
+
+def run_plan(plan: Plan, overrides: Sequence[str], run: RunFolder, on_record: Callable[[dict[str, Any]], None]) -> None:
+    """Runs verl's main program on `overrides` in the folder of a run; on_record gets each line of metrics.
+
+    Raises RunError with what went wrong when it fails.
+    """
+    ranks = 1 if plan.backend == "device_map" else len(plan.inventory.nodes[0].cards)
+    env = environment(cpu=False, threads=max(1, (os.cpu_count() or 1) // ranks))
+    alone = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    if plan.backend != "device_map" and alone not in os.environ:
+        del env[alone]  # there each process sees the one GPU that is its own
+    launch = run.new_launch()
+    (run.path / "overrides.txt").write_text("\n".join(overrides) + "\n", encoding="utf-8")
+    hydra = [f"hydra.run.dir={run.path.resolve() / 'launches' / f'{launch.number}.hydra'}", "hydra.output_subdir=."]
+
+    def keep(record: dict[str, Any]) -> None:
+        run.append_metrics(record)
+        on_record(record)
+
+    run_verl([*overrides, *hydra], run, env=env, launch=launch, on_record=keep)
+
+
+def overrides_of_run(run: Path) -> list[str]:
+    """What a run in the folder `run` needs of verl: its metrics in a file, and its checkpoints in its folder."""
+    from verl_shard.verl_plugin.overrides import hydra_value
+
+    values: dict[str, object] = {
+        "trainer.logger": ["file", "console"],
+        "trainer.project_name": "verl_shard",
+        "trainer.experiment_name": run.resolve().name,
+        "trainer.default_local_dir": run.resolve() / "checkpoints",
+        "trainer.checkpoint_callback_class": "verl_shard.verl_plugin.checkpoints.CheckpointKeeper",
+        "trainer.resume_mode": "disable",
+    }
+    return [f"{key}={hydra_value(value)}" for key, value in values.items()]
