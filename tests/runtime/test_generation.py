@@ -102,13 +102,16 @@ def test_greedy_is_what_transformers_generates(prompt: list[int], model: Any) ->
         min_size=1, max_size=6,
     ),
     order=st.randoms(use_true_random=False),
+    at_once=st.integers(1, 6),
 )  # fmt: skip
 def test_a_response_is_the_same_alone_and_in_any_batch(
-    requests: list[tuple[list[int], int]], order: Any, model: Any
+    requests: list[tuple[list[int], int]], order: Any, at_once: int, model: Any
 ) -> None:
     def run(batch: list[tuple[list[int], int]]) -> list[Response]:
         prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
-        return _generate(model, prompts, seeds)
+        return generate(
+            model, prompts, seeds, Sampling(12), pad_token_id=PAD, eos_token_ids=[EOS], device=CPU, max_rows=at_once
+        )
 
     together = run(requests)
     places = list(range(len(requests)))

@@ -222,7 +222,8 @@ def continuous(model: Any, load: Load, device: Any) -> Answer:
     blocks = sum(-(-(len(p) + n) // size) + 1 for p, n in zip(load.prompts, load.responses, strict=True))
     settings = ContinuousBatchingConfig(block_size=size, num_blocks=blocks, max_batch_tokens=512)
     config = GenerationConfig(do_sample=False, max_new_tokens=max(load.responses), eos_token_id=-1, pad_token_id=0)
-    before, found = model.config._attn_implementation, {}
+    before = model.config._attn_implementation
+    found: dict[int, list[int]] = {}
     ends = time.monotonic() + _PATIENCE_S
     try:
         with model.continuous_batching_context_manager(
@@ -250,7 +251,7 @@ def measure(model: Any, load: Load, offered: dict[str, Way], device: Any, *, run
         try:
             way(model, warm, device)
             took = [_timed(way, model, load, device) for _ in range(runs)]
-        except Exception as error:  # noqa: BLE001 - others' code, and out of memory, leave a row empty and are said
+        except Exception as error:  # others' code, and out of memory, leave a row empty and are said
             if name == "ours":
                 raise
             err.print(f"{name}: {type(error).__name__}: {error}")

@@ -1,0 +1,259 @@
+"""Rows that come and go: the tokens of transformers' generate for all kinds of caches, and what is computed meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate.hooks import remove_hook_from_submodules
+from shapes import small_qwen2
+from transformers.cache_utils import DynamicCache
+
+from verl_shard.common.notices import ShardNotice
+from verl_shard.runtime import generation
+from verl_shard.runtime.dispatch import input_device
+from verl_shard.runtime.generation import generate
+from verl_shard.runtime.generation_attention import NAME, grouped_decoding, one_token_attention
+from verl_shard.runtime.generation_cache import RowsCache, RowsLayer
+from verl_shard.runtime.generation_prefill import divided, prefill_groups
+from verl_shard.runtime.generation_rows import RowDecoder, why_not_rows
+from verl_shard.runtime.generation_sampling import Response, Sampling
+from verl_shard.runtime.pipeline import dispatch_model
+
+CPU = torch.device("cpu")
+STOPS = [2, *range(40, 56)]
+_drawn = random.Random(1)
+PROMPTS = [[_drawn.randrange(3, 100) for _ in range(n)] for n in (1, 5, 9, 20, 3, 3, 12, 30, 7)]
+PROMPTS[5] = PROMPTS[4]
+MOST = [25, 3, 9, 14, 25, 1, 7, 20, 11]
+
+
+def causal(config: Any) -> Any:
+    """With weights large enough for distributions that are neither flat nor of one token."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(4)
+    return model
+
+
+def ours(model: Any, sampling: Sampling = Sampling(25), **given: Any) -> list[Response]:  # noqa: B008
+    return generate(
+        model, PROMPTS, range(len(PROMPTS)), sampling, pad_token_id=0, eos_token_ids=STOPS, device=CPU,
+        max_new_tokens=MOST, **given,
+    )  # fmt: skip
+
+
+def each_alone(model: Any, sampling: Sampling = Sampling(25)) -> list[Response]:  # noqa: B008
+    """By transformers' generate, one prompt at a time, so that nothing is padded or shared."""
+    stops, made = sampling.stops(STOPS), []
+    for seed, (prompt, most) in enumerate(zip(PROMPTS, MOST, strict=True)):
+        made += generation._plainly(model, [prompt], [seed], sampling, [most], stops, 0, CPU)
+    return made
+
+
+def same(found: list[Response], expected: list[Response]) -> None:
+    assert [response.token_ids for response in found] == [response.token_ids for response in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert a.log_probs == pytest.approx(b.log_probs, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("qwen2", {}), ("gpt2", {}), ("falcon", {}), ("deepseek_v3", {}), ("phi3", {}),
+        ("gemma2", {"sliding_window": 8}), ("mistral", {"sliding_window": 7}), ("llama", {"attn_implementation": "eager"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)  # fmt: skip
+def test_tokens_are_those_of_generate(kind: str, fields: dict[str, Any], small_config: Callable[..., Any]) -> None:
+    model = causal(small_config(kind, **fields))
+    assert why_not_rows(model) is None
+    sampling = Sampling(25, min_new_tokens=3)
+    expected = each_alone(model, sampling)
+    # Some end by a token, some by their limit; none that may go on ends before its third token.
+    assert sum(len(made.token_ids) < most for made, most in zip(expected, MOST, strict=True)) >= 1
+    assert all(len(made.token_ids) >= min(3, most) for made, most in zip(expected, MOST, strict=True))
+    for at_once in (4, None):
+        same(ours(model, sampling, max_rows=at_once), expected)
+    assert model.config._attn_implementation == fields.get("attn_implementation", "sdpa")
+
+
+def test_penalties_and_stop_tokens_of_a_request() -> None:
+    model = causal(small_qwen2())
+    sampling = Sampling(25, repetition_penalty=1.7, top_k=9, ignore_eos=True, stop_token_ids=(7, *range(100, 200)))
+    expected = each_alone(model, sampling)
+    assert any(made.token_ids[-1] in sampling.stop_token_ids for made in expected)
+    same(ours(model, sampling, max_rows=3), expected)
+
+
+def test_a_laid_out_model_generates_through_its_hooks() -> None:
+    model = causal(small_qwen2())
+    expected = each_alone(model)
+    blocks = {f"model.layers.{i}": "cpu" for i in range(4)}
+    rest = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    dispatch_model(model, {**blocks, **rest}, force_hooks=True)
+    assert input_device(model) == CPU
+    same(ours(model, max_rows=4), expected)
+    remove_hook_from_submodules(model)
+
+
+def test_what_is_computed_ends_with_each_response() -> None:
+    model = causal(small_qwen2())
+    prompts = [[5, 6, 7], [9] * 40, [5, 6, 7], [8, 8, 8]]
+    most = [6, 2, 3, 1]
+    decoder = RowDecoder(model, prompts, range(4), Sampling(6, ignore_eos=True), most, (), CPU, 4)
+    with torch.no_grad():
+        made = decoder.run()
+    assert [len(response.token_ids) for response in made] == most
+    stats = decoder.stats
+    # The first token of each comes from the prefill: 5, 1, 2 and 0 steps remain, together as many as the longest.
+    assert (stats.steps, stats.row_steps) == (5, 8)
+    # One forward of three prompts, padded to 40: another would cost as much as 256 tokens. Equal ones are computed once.
+    assert (stats.prefills, stats.prefill_tokens) == (1, 3 * 40)
+    # 4 rows of 40 columns and room for 5 more in 4 layers, and the prefill's 3 rows, whose layers are let go one by one.
+    token = 2 * 2 * 16 * 4  # keys and values, heads, their size, bytes
+    assert stats.cache_bytes == 4 * 45 * 4 * token + 3 * 40 * token
+
+
+def test_waiting_requests_take_the_rows_of_those_that_ended() -> None:
+    model = causal(small_qwen2())
+    prompts, most = [[i, 5] for i in range(3, 13)], [9, 2, 2, 2, 2, 2, 2, 2, 2, 2]
+    decoder = RowDecoder(model, prompts, range(10), Sampling(9, ignore_eos=True), most, (), CPU, 2)
+    with torch.no_grad():
+        made = decoder.run()
+    assert [len(response.token_ids) for response in made] == most
+    # One row is busy for 8 steps, and the 9 short ones need one each in the other.
+    assert (decoder.stats.steps, decoder.stats.row_steps) == (9, 17)
+
+
+def test_a_cache_of_another_kind_is_left_to_generate_and_said_once(small_config: Callable[..., Any]) -> None:
+    model = causal(small_config("mamba", state_size=4))
+    with pytest.warns(ShardNotice, match="Using transformers' generate, in which a batch lasts") as said:
+        made = [ours(model, max_rows=4), ours(model)]
+    assert len(said) == 1
+    assert [[len(response.token_ids) <= most for response, most in zip(rows, MOST, strict=True)] for rows in made] == [
+        [True] * 9
+    ] * 2
+
+
+def test_generate_stands_in_with_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal(small_qwen2())
+    sampling = Sampling(25, min_new_tokens=4, top_p=0.9, repetition_penalty=1.3)
+    expected = ours(model, sampling)
+    monkeypatch.setattr(generation, "why_not_rows", lambda _: "of this test")
+    with pytest.warns(ShardNotice, match="of this test"):
+        same(ours(model, sampling, max_rows=4), expected)
+
+
+@pytest.mark.parametrize("name", ["generate", "prepare_inputs_for_generation"])
+def test_a_model_that_prepares_its_inputs_itself_is_left_to_generate(name: str) -> None:
+    model = causal(small_qwen2())
+    model.__class__ = type("Own", (type(model),), {name: lambda self: None})
+    assert why_not_rows(model) == f"it has a {name} of its own"
+
+
+def test_an_offloaded_model_reads_its_weights_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal(small_qwen2())
+    prompts = [[4] * n for n in (2, 400, 3, 800)]
+
+    def prefills() -> int:
+        decoder = RowDecoder(model, prompts, range(4), Sampling(1), [1] * 4, (), CPU, 4)
+        with torch.no_grad():
+            decoder.run()
+        return decoder.stats.prefills
+
+    # Apart they are 800 + 400 + 2 * 3 tokens and three forwards, together 3,200 and one.
+    assert prefills() == 3
+    monkeypatch.setattr(model, "_verl_shard_offload", object(), raising=False)
+    assert prefills() == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_of_prompts_cost_least(seed: int) -> None:
+    drawn = random.Random(seed)
+    lengths = sorted((drawn.choice((1, 2, 3, 10, 40)) for _ in range(7)), reverse=True)
+
+    def cost(groups: list[range]) -> int:
+        return sum(lengths[group.start] * len(group) + 11 for group in groups)
+
+    cuts = itertools.chain.from_iterable(itertools.combinations(range(1, 7), n) for n in range(7))
+    every = [[range(a, b) for a, b in itertools.pairwise((0, *cut, 7))] for cut in cuts]
+    found = prefill_groups(lengths, forward_tokens=11)
+    assert [i for group in found for i in group] == list(range(7))
+    assert cost(found) == min(map(cost, every))
+
+
+def test_a_group_is_divided_by_its_padded_tokens() -> None:
+    assert divided(range(2, 9), 30, 100) == [range(2, 5), range(5, 8), range(8, 9)]
+    assert divided(range(2), 30, 10) == [range(0, 1), range(1, 2)]
+
+
+def test_rows_are_moved_laid_out_anew_and_kept_within_their_window() -> None:
+    whole, window = RowsLayer(None), RowsLayer(3)
+    prefilled = DynamicCache()
+    columns = torch.arange(4.0).reshape(1, 1, 4, 1)
+    prefilled.update(columns + torch.tensor([10.0, 20.0]).reshape(2, 1, 1, 1), columns.expand(2, 1, 4, 1) * -1, 0)
+    for layer in (whole, window):
+        layer.relay(3, 5, 2)
+        layer.add(prefilled.layers[0], torch.tensor([1, 0, 1]))
+    # A prompt of 4 columns that ends at the fifth; of the window two columns are kept.
+    assert whole.keys[:, 0, :5, 0].tolist() == [[0, 20, 21, 22, 23], [0, 10, 11, 12, 13], [0, 20, 21, 22, 23]]
+    assert window.keys[:, 0, :2, 0].tolist() == [[22, 23], [12, 13], [22, 23]]
+    assert (whole.get_mask_sizes(1), window.get_mask_sizes(1)) == ((6, 0), (3, 3))
+    new = torch.tensor([7.0, 8.0, 9.0]).reshape(3, 1, 1, 1)
+    assert whole.update(new, new)[0][:, 0, :, 0].tolist() == [
+        [0, 20, 21, 22, 23, 7], [0, 10, 11, 12, 13, 8], [0, 20, 21, 22, 23, 9],
+    ]  # fmt: skip
+    assert window.update(new, new)[0][:, 0, :, 0].tolist() == [[22, 23, 7], [12, 13, 8], [22, 23, 9]]
+    for layer in (whole, window):
+        layer.move(2, 0)
+        layer.rows = 2
+        layer.relay(2, 4, 1)
+    assert whole.keys[:, 0, :, 0].tolist() == [[21, 22, 23, 9, 0], [11, 12, 13, 8, 0]]
+    assert whole.values[0, 0, :, 0].tolist() == [-1, -2, -3, 9, 0]
+    assert window.keys[:, 0, :, 0].tolist() == [[23, 9, 0], [13, 8, 0]]
+    assert whole.nbytes == 2 * 2 * 5 * 4
+
+
+def test_the_windows_of_the_cache_are_the_configurations(small_config: Callable[..., Any]) -> None:
+    cache = RowsCache(DynamicCache(config=small_config("gemma2", sliding_window=8)))
+    assert [layer.window for layer in cache.layers] == [8, None, 8]
+    assert cache.is_sliding == [True, False, True]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_that_share_keys_attend_as_if_each_had_its_own(masked: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, 1, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 4)
+    mask = torch.rand(3, 1, 1, 5) > 0.4 if masked else None
+    if mask is not None:
+        mask[..., -1] = True
+    module = torch.nn.Module()
+    module.num_key_value_groups = 3  # type: ignore[assignment]
+    found, _ = one_token_attention(module, query, key, value, mask, scaling=0.3)
+    weights = 0.3 * query @ key.repeat_interleave(3, dim=1).transpose(2, 3)
+    weights = weights if mask is None else weights.masked_fill(~mask, float("-inf"))
+    expected = weights.softmax(-1) @ value.repeat_interleave(3, dim=1)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+    assert found.shape == (3, 1, 6, 4)
+
+
+def test_only_sdpa_gives_way_and_comes_back(small_config: Callable[..., Any]) -> None:
+    for implementation, inside in (("sdpa", NAME), ("eager", "eager")):
+        model = causal(small_config("qwen2", attn_implementation=implementation))
+        seen = []
+        try:
+            with grouped_decoding(model):
+                seen.append(model.config._attn_implementation)
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            seen.append(model.config._attn_implementation)
+        assert seen == [inside, implementation]
