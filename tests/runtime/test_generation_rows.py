@@ -15,7 +15,7 @@ from shapes import small_qwen2
 from transformers.cache_utils import DynamicCache
 
 from verl_shard.common.notices import ShardNotice
-from verl_shard.runtime import generation
+from verl_shard.runtime import generation, generation_rows
 from verl_shard.runtime.dispatch import input_device
 from verl_shard.runtime.generation import generate
 from verl_shard.runtime.generation_attention import NAME, grouped_decoding, one_token_attention
@@ -174,6 +174,40 @@ def test_an_offloaded_model_reads_its_weights_once_for_all_prompts(monkeypatch: 
     assert prefills() == 3
     monkeypatch.setattr(model, "_verl_shard_offload", object(), raising=False)
     assert prefills() == 1
+
+
+def test_steps_of_a_fixed_shape_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal(small_qwen2())
+    monkeypatch.setattr(generation_rows, "SPARE_COLUMNS", 6)
+    made: list[torch.Tensor] = []
+
+    def capture(step: Any) -> Any:
+        """As on a GPU: the first run leaves its writes, and each other is of the same tensors."""
+        result = step()
+        made.append(result)
+        return lambda: result.copy_(step()), result
+
+    def run(**given: Any) -> tuple[list[Response], int]:
+        decoder = RowDecoder(model, PROMPTS, range(len(PROMPTS)), Sampling(25), MOST, STOPS, CPU, 4, **given)
+        with torch.no_grad():
+            return decoder.run(), decoder.stats.steps
+
+    (free, steps), (fixed, fixed_steps) = run(), run(capture=capture)
+    same(fixed, free)
+    assert steps == fixed_steps
+    assert len(made) < steps
+    # Rows are laid out for four at most; those that ended are computed with.
+    assert max(len(logits) for logits in made) == 4
+
+
+def test_steps_that_cannot_have_a_fixed_shape_are_said(small_config: Callable[..., Any]) -> None:
+    for kind, fields, why in (
+        ("gemma2", {"sliding_window": 8}, "it has layers that see a window"),
+        ("falcon", {}, "it makes its masks or positions itself"),
+    ):
+        given = (PROMPTS, range(len(PROMPTS)), Sampling(25), MOST, STOPS, CPU, 4, lambda step: None)
+        with pytest.warns(ShardNotice, match=why):
+            assert RowDecoder(causal(small_config(kind, **fields)), *given).capture is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -114,7 +114,7 @@ def bench_generate(
     if quick:
         requests, prompt, response = min(requests, 16), min(prompt, 64), min(response, 32)
     load = draw(requests, prompt, response, made.config.vocab_size, seed)
-    rows = measure(made, load, ways(requests), device, runs=runs)
+    rows = measure(made, load, ways(requests, cuda=cuda), device, runs=runs)
     record = {
         "schema": SCHEMA, "machine": machine(), "threads": torch.get_num_threads(), "model": model, "device": str(device),
         "dtype": str(made.dtype).removeprefix("torch."), "seed": seed,
@@ -150,12 +150,13 @@ def _model(name: str, cuda: bool) -> tuple[Any, Any]:
     return made.eval(), device
 
 
-def ways(requests: int) -> dict[str, Way]:
+def ways(requests: int, *, cuda: bool = False) -> dict[str, Way]:
     """What is measured, in the order in which it runs. The last changes the model's attention, and puts it back."""
     return {
         f"model.generate, one batch of {requests}": lambda *given: plain(*given, batch=requests),
         "model.generate, batches of 8": lambda *given: plain(*given, batch=8),
         "ours": ours,
+        **({"ours, with CUDA graphs": with_graphs} if cuda else {}),
         "transformers' continuous batching": continuous,
     }
 
@@ -197,7 +198,14 @@ def plain(model: Any, load: Load, device: Any, *, batch: int) -> Answer:
     return Answer(made, most)
 
 
-def ours(model: Any, load: Load, device: Any) -> Answer:
+def with_graphs(model: Any, load: Load, device: Any) -> Answer:
+    """Ours with steps of a fixed shape between two relays of the cache, captured anew after each."""
+    from verl_shard.runtime.generation_graph import capture_on_gpu
+
+    return ours(model, load, device, capture=capture_on_gpu)
+
+
+def ours(model: Any, load: Load, device: Any, *, capture: Any = None) -> Answer:
     """verl_shard's generation as the `hf` rollout uses it, each request with its own longest response."""
     import torch
 
@@ -207,7 +215,7 @@ def ours(model: Any, load: Load, device: Any) -> Answer:
     n = len(load.prompts)
     greedy = Sampling(max(load.responses), temperature=0.0)
     with torch.no_grad():
-        decoder = RowDecoder(model, load.prompts, range(n), greedy, load.responses, (), device, n)
+        decoder = RowDecoder(model, load.prompts, range(n), greedy, load.responses, (), device, n, capture)
         responses = decoder.run()
     return Answer([response.token_ids for response in responses], decoder.stats.cache_bytes)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         self.window, self.is_sliding = window, window is not None
         self.rows = self.seen = self.end = 0
         self._shape = (0, 0)
+        self.column: torch.Tensor | None = None
 
     def relay(self, rows: int, columns: int, spare: int) -> int:
         """Makes room for `rows` rows of `columns` columns and `spare` more; rows that are there come along, with their
@@ -70,6 +73,10 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the next tokens of all rows; returns what attention looks at."""
+        if self.column is not None:
+            self.keys.index_copy_(2, self.column, key_states)
+            self.values.index_copy_(2, self.column, value_states)
+            return self.keys, self.values
         n = key_states.shape[2]
         here = slice(self.end, self.end + n)
         self.keys[: self.rows, :, here], self.values[: self.rows, :, here] = key_states, value_states
@@ -119,6 +126,28 @@ class RowsCache(Cache):  # type: ignore[misc]
     def move(self, source: int, target: int) -> None:
         for layer in self.layers:
             layer.move(source, target)
+
+    @contextmanager
+    def at(self, column: torch.Tensor) -> Iterator[None]:
+        """While it is open, all rows that there is room for write at this column, (1,), and see all columns."""
+        for layer in self.layers:
+            layer.column = column
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.column = None
+
+    def advance(self) -> None:
+        """The column that was written so counts."""
+        for layer in self.layers:
+            layer.end, layer.seen = layer.end + 1, layer.seen + 1
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Rows and columns, of whole layers."""
+        rows, columns = self.layers[0].keys.shape[0], self.layers[0].keys.shape[2]
+        return rows, columns
 
     def keep_first(self, rows: int) -> None:
         for layer in self.layers:

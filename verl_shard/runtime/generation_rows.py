@@ -12,8 +12,10 @@ import torch
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
+from verl_shard.common.notices import notice
 from verl_shard.runtime.generation_attention import grouped_decoding
 from verl_shard.runtime.generation_cache import RowsCache, dynamic_bytes, rows_can_come_and_go
+from verl_shard.runtime.generation_graph import Capture, FixedStep, why_not_fixed
 from verl_shard.runtime.generation_prefill import FORWARD_TOKENS, MOST_TOKENS, divided, prefill_groups
 from verl_shard.runtime.generation_sampling import Response, Sampling, choose, penalize, uniforms_of, warpers
 
@@ -83,7 +85,8 @@ class _Row:
 class RowDecoder:
     """Generates for requests on one model. All are lists by request.
 
-    stops: the tokens that end a response. most: the longest response of each. max_rows: at most so many at once.
+    stops: the tokens that end a response. most: the longest response of each. max_rows: at most so many at once. capture:
+    what makes a graph of a step, where steps of a fixed shape are wanted.
     """
 
     model: Any
@@ -94,6 +97,7 @@ class RowDecoder:
     stops: Sequence[int]
     device: torch.device
     max_rows: int
+    capture: Capture | None = None
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
@@ -112,6 +116,10 @@ class RowDecoder:
             and base.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
             and not any(self._cache.is_sliding)
         )
+        if self.capture is not None and (why := why_not_fixed(base, self._cache) or self._no_ready_masks()) is not None:
+            notice("no-cuda-graph", "generation", type(base).__name__, why, "a launch for each kernel of a step")
+            self.capture = None
+        self._graph: FixedStep | None = None
         self._rows: list[_Row] = []
         self._columns = self._room = 0
         self._uniforms = None if self.sampling.temperature == 0 else uniforms_of(self.seeds, max(self.most))
@@ -120,6 +128,9 @@ class RowDecoder:
         self._stop_set = frozenset(self.stops)
         self._ids: list[list[int]] = [[] for _ in self.prompts]
         self._log_probs: list[list[float]] = [[] for _ in self.prompts]
+
+    def _no_ready_masks(self) -> str | None:
+        return None if self._ready_masks and self._positions else "it makes its masks or positions itself"
 
     def run(self) -> list[Response]:
         """All responses, in the order of the requests."""
@@ -163,6 +174,7 @@ class RowDecoder:
         steps = [self.most[i] - 1 for i in more]
         steps += [self.most[row.request] - len(self._ids[row.request]) for row in self._rows]
         self._room = min(SPARE_COLUMNS, max(steps))
+        self._graph = None  # It holds the old rows.
         self._cache.relay(len(self._rows) + len(more), columns, self._room)
         self._columns = columns
         self._follow()
@@ -197,20 +209,33 @@ class RowDecoder:
         """One token more for each row."""
         if self._room == 0:
             self._relay()
-        mask = None
-        if any(row.start for row in self._rows):
-            mask = torch.arange(self._columns + 1, device=self.device) >= self._start[:, None]
-            mask = mask[:, None, None] if self._ready_masks else mask.long()
-        given: dict[str, Any] = {"input_ids": tokens[:, None], "attention_mask": mask}
-        given |= {"position_ids": (self._columns - self._start)[:, None]} if self._positions else {}
-        with ExitStack() as stack:
-            stack.enter_context(grouped_decoding(self._base))
-            stack.enter_context(getattr(self._base, "_optimize_model_for_decode", nullcontext)())
-            logits = self.model(**given, past_key_values=self._cache, **self._fixed).logits[:, -1]
+        if self.capture is None:
+            logits = self._free_step(tokens)
+        else:
+            self._graph = self._graph or FixedStep(self._forward, self._cache, self.device, self.capture)
+            logits = self._graph.run(tokens, self._start, self._columns)
         self._columns, self._room = self._columns + 1, self._room - 1
         self.stats.steps += 1
         self.stats.row_steps += len(self._rows)
         return self._choose(logits.float(), 0)
+
+    def _free_step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Over the rows and columns that there are."""
+        mask = None
+        if any(row.start for row in self._rows):
+            mask = torch.arange(self._columns + 1, device=self.device) >= self._start[:, None]
+            mask = mask[:, None, None] if self._ready_masks else mask.long()
+        return self._forward(tokens[:, None], mask, (self._columns - self._start)[:, None])
+
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        """Logits (rows, vocabulary) of one token for each row."""
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        given |= {"position_ids": positions} if self._positions else {}
+        with ExitStack() as stack:
+            stack.enter_context(grouped_decoding(self._base))
+            stack.enter_context(getattr(self._base, "_optimize_model_for_decode", nullcontext)())
+            logits: torch.Tensor = self.model(**given, past_key_values=self._cache, **self._fixed).logits[:, -1]
+        return logits
 
     def _choose(self, scores: torch.Tensor, first: int) -> torch.Tensor:
         """The next tokens of the rows from `first` on, kept with their log-probabilities. scores: (rows, vocabulary)."""

@@ -1,0 +1,76 @@
+"""A decoding step of fixed shape, which a CUDA graph launches as one: the host issues about a thousand kernels otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verl_shard.runtime.generation_cache import RowsCache
+
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
+"""Takes a step, runs it, and returns what runs it again and the tensor in which its result then is."""
+
+
+def why_not_fixed(model: Any, cache: RowsCache) -> str | None:
+    """Why the steps of a model cannot have a fixed shape and be captured, or None when they can."""
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "it is on several devices"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()) or "_verl_shard_offload" in vars(model):
+        return "its modules have hooks"
+    if any(cache.is_sliding):
+        return "it has layers that see a window"
+    if torch.is_autocast_enabled("cuda"):
+        return "it runs under autocast, whose casts a graph would keep"
+    return None
+
+
+def capture_on_gpu(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+    """As torch's documentation has it: once beside the stream of the caller, so that libraries make their workspaces, and
+    once into the graph."""
+    beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    return graph.replay, made
+
+
+class FixedStep:
+    """One token more for all rows that the cache has room for, at a column that is a tensor; until the next relay.
+
+    forward: takes ids (rows, 1), a mask (rows, 1, 1, columns) and positions (rows, 1), and returns logits (rows, vocabulary).
+    Rows that have ended are computed with, and write into their own rows of the cache only.
+    """
+
+    def __init__(
+        self, forward: Callable[[Any, Any, Any], torch.Tensor], cache: RowsCache, device: torch.device, capture: Capture
+    ) -> None:
+        self._cache, self._forward, self._capture = cache, forward, capture
+        rows, columns = cache.room
+        self._ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self._start = torch.zeros(rows, dtype=torch.long, device=device)
+        self._column = torch.zeros(1, dtype=torch.long, device=device)
+        self._columns = torch.arange(columns, device=device)
+        self._again: Callable[[], object] | None = None
+        self._logits = torch.empty(0)
+
+    def run(self, tokens: torch.Tensor, start: torch.Tensor, column: int) -> torch.Tensor:
+        """Logits of the first rows: as many as there are tokens. start: the column of each one's first token."""
+        n = len(tokens)
+        self._ids[:n, 0], self._start[:n] = tokens, start
+        self._column.fill_(column)
+        with self._cache.at(self._column):
+            if self._again is None:
+                self._again, self._logits = self._capture(self._step)
+            self._again()
+        self._cache.advance()
+        return self._logits[:n]
+
+    def _step(self) -> torch.Tensor:
+        seen = (self._columns >= self._start[:, None]) & (self._columns <= self._column)
+        return self._forward(self._ids, seen[:, None, None], (self._column - self._start)[:, None])
