@@ -24,6 +24,7 @@ from verl_shard.planning.plan_file import write_plan
 from verl_shard.runtime.offload import offload_of
 from verl_shard.runtime.stream_model import stream_model
 from verl_shard.verl_plugin import engine as module
+from verl_shard.verl_plugin import engine_batches
 from verl_shard.verl_plugin.config import DeviceMapEngineConfig
 from verl_shard.verl_plugin.engine import ENGINES, DeviceMapEngine, resolve_precision
 
@@ -477,17 +478,19 @@ def test_labels_travel_to_the_logits(apart: bool, folder: Path, monkeypatch: pyt
     engine = _engine(folder)
     expected = _infer(engine)
     where = torch.device("cpu", 0) if apart else torch.device("cpu")
-    monkeypatch.setattr(module.hooks, "output_device", lambda output: where)
-    moved: list[Any] = []
-    original = TensorDict.to
+    monkeypatch.setattr(engine_batches.hooks, "output_device", lambda output: where)
+    moved: list[bool] = []
+    original = engine_batches.sent
 
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        moved.append(args)
-        return original(self, *args, **kwargs)
+    def sent(data: Any, device: torch.device) -> Any:
+        assert device == where
+        made = original(data, device)
+        moved.append(made is not data)
+        return made
 
-    monkeypatch.setattr(TensorDict, "to", to)
+    monkeypatch.setattr(engine_batches, "sent", sent)
     found = _infer(engine, micro=4)
-    assert moved == ([(where,)] if apart else [])
+    assert moved == [apart]
     _close(found, expected)
 
 

@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from verl_shard.common.files import append_json_line
 from verl_shard.common.notices import run_dir
@@ -19,14 +20,15 @@ def host_peak() -> int:
 
 
 @contextmanager
-def record_memory(role: str, phase: str, step: int) -> Iterator[None]:
+def record_memory(role: str, phase: str, step: int) -> Iterator[dict[str, Any]]:
     """Records the peaks of the block it wraps: bytes allocated and reserved for each GPU, and the host's resident set.
 
-    Outside a run it does nothing. The GPUs' peak counters are reset on entry, so that each phase has its own peak.
+    What the block puts into the mapping it is given is recorded too. Outside a run it does nothing. The GPUs' peak counters
+    are reset on entry, so that each phase has its own peak.
     """
     folder = run_dir()
     if folder is None or not folder.is_dir():
-        yield
+        yield {}
         return
     import torch
 
@@ -34,8 +36,9 @@ def record_memory(role: str, phase: str, step: int) -> Iterator[None]:
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
     start = time.perf_counter()
+    more: dict[str, Any] = {}
     try:
-        yield
+        yield more
     finally:
         record = {
             "time": time.time(),
@@ -53,5 +56,6 @@ def record_memory(role: str, phase: str, step: int) -> Iterator[None]:
                 }
                 for gpu in gpus
             },
+            **more,
         }
         append_json_line(folder / "memory.jsonl", record)

@@ -49,8 +49,9 @@ def _most(kept: Mapping[Any, int], limits: Mapping[Any, int], most: int) -> int:
 class Window:
     """How many micro-batches are in flight, and how far each of them may have gone.
 
-    limits: bytes for what they keep, by device or on each; None for a share of what is left. trace: of one micro-batch:
-    says what it keeps; without one, that is counted as they run. meant_for_others: bytes that are left now, but not later.
+    limits: bytes for what they keep, by device or on each; None for a share of what is left. beside_one: limits are what is
+    left beside one micro-batch at a time. trace: of one micro-batch: says what it keeps; without one, that is counted as they
+    run. meant_for_others: bytes that are left now, but not later.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Window:
         in_flight: int | Literal["auto"],
         *,
         limits: Mapping[Any, int] | int | None = None,
+        beside_one: bool = False,
         trace: Trace | None = None,
         model: nn.Module | None = None,
         forward_only: bool = False,
@@ -66,10 +68,10 @@ class Window:
     ) -> None:
         self._pipe = pipe
         self._stages = 1 if pipe is None else len(pipe.devices)
-        self._forward_only = forward_only
+        self._forward_only, self._beside_one = forward_only, beside_one
         self._limits: dict[Any, int] = {}
         self._kept: dict[Any, int] = {}
-        if in_flight != "auto" or pipe is None:
+        if in_flight != "auto" or pipe is None or self._stages == 1:
             self.most = 1 if in_flight == "auto" else in_flight
             return
         self.most = _A_STAGE * self._stages
@@ -87,9 +89,9 @@ class Window:
                 if room is not None
             }
         if trace is not None and model is not None and not forward_only:
-            placed: Any = next(m.hf_device_map for m in model.modules() if hasattr(m, "hf_device_map"))
-            devices = [links.device(name) for name in read_model(model)[0].devices_of(placed)]
-            self.most = min(self.most, in_flight_that_fits(trace, devices, self._limits))
+            plain: Any = next(module for module in model.modules() if hasattr(module, "hf_device_map"))
+            devices = [links.device(name) for name in read_model(plain)[0].devices_of(plain.hf_device_map)]
+            self.most = min(self.most, in_flight_that_fits(trace, devices, self._limits, beside_one=beside_one))
             self._limits = {}
 
     @property
@@ -100,8 +102,11 @@ class Window:
         if not self._kept:
             return 1
         if self._forward_only:  # outputs only, where they are made
-            return max(1, min([self.most, *(self._limits[d] // size for d, size in self._kept.items() if size)]))
-        return _most(self._kept, self._limits, self.most)
+            return max(
+                1, min([self.most, *(self._limits[d] // n for d, n in self._kept.items() if n and d in self._limits)])
+            )
+        limits = {d: size + self._beside_one * self._kept[d] for d, size in self._limits.items()}
+        return _most(self._kept, limits, self.most)
 
     def stage(self, ahead: int) -> int:
         """The last stage that a micro-batch runs before the backward of the one that is so many before it."""

@@ -51,6 +51,8 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
         each in while others compute, which frees all but a few blocks' memory and costs no time where a micro-batch
         computes for longer than its weights take over the link; "cpu_offload" and "cpu_offload_with_hook" are
         accelerate's, many times slower; "auto" streams where the GPU has no room; "none".
+    in_flight: over several GPUs, micro-batches between the begin of their forward and their backward at a time: as many as
+        there are GPUs keep all of them at work. "auto": the plan's; else up to two for each GPU, as memory holds them.
     """
 
     strategy: str = "device_map"
@@ -61,6 +63,7 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
     strict: bool = False
     max_memory: dict[Any, Any] | None = None
     offload: str = "none"
+    in_flight: Any = "auto"
     use_torch_compile: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +97,10 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
             fault("offloaded-and-trainable", "offload", self.offload,
                   f"the {self.role} is trained, and weights kept in host memory are copied in for a forward only",
                   "Leave it out; it is for the ref")  # fmt: skip
+        if self.in_flight != "auto" and (type(self.in_flight) is not int or self.in_flight < 1):
+            fault(
+                "in-flight", "in_flight", self.in_flight, "not a number of micro-batches", 'Give 1 or more, or "auto"'
+            )
         for item in fields(FSDPEngineConfig):
             default = item.default_factory() if item.default_factory is not MISSING else item.default
             if item.name in _UNUSED and getattr(self, item.name) != default:

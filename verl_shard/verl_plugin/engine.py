@@ -1,9 +1,9 @@
 """verl's `device_map` engine: one transformers model over the GPUs of one process, data-parallel over processes.
 
-It takes micro-batching, losses, LoRA, schedules and checkpoints from verl's FSDP engine, and differs in five things: the model is
-loaded by `load_sharded` and never wrapped; it is never moved; labels travel to the GPU where the logits are, instead of
-the logits to the labels; the module is there for the `hf` rollout to generate on; and processes, each with a whole model
-over GPUs of its own, average their gradients in buckets.
+It takes losses, LoRA, schedules and checkpoints from verl's FSDP engine, and differs in five things: the model is loaded by
+`load_sharded` and never wrapped; it is never moved; labels travel to the GPU where the logits are, instead of the logits to
+the labels, and over several GPUs several micro-batches are in flight (engine_batches.py); the module is there for the `hf`
+rollout to generate on; and processes, each with a whole model over GPUs of its own, average their gradients in buckets.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from verl.utils.device import get_device_name
 from verl.utils.py_functional import convert_to_regular_types
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
-from verl.workers.engine.utils import detach_tree
 
 from verl_shard.common.errors import ConfigError
 from verl_shard.common.seeds import derive_seed
 from verl_shard.planning.plan_file import read_role
-from verl_shard.runtime.dispatch import input_device, keep_outputs_in_place
+from verl_shard.runtime.dispatch import keep_outputs_in_place
 from verl_shard.runtime.load import load_sharded
 from verl_shard.runtime.memory_record import record_memory
 from verl_shard.runtime.offload import several_calls
+from verl_shard.runtime.packed import use_packed_sdpa
+from verl_shard.runtime.pipeline import pipeline_of
 from verl_shard.verl_plugin import hooks
 from verl_shard.verl_plugin.config import not_as_planned, untrainable
+from verl_shard.verl_plugin.engine_batches import MicroBatches
+from verl_shard.verl_plugin.engine_inputs import on_host
 from verl_shard.verl_plugin.gradients import GradientAverager, same_parameters
 
 ENGINES: dict[str, DeviceMapEngine] = {}
@@ -80,6 +83,8 @@ class DeviceMapEngine(FSDPEngine):
     step = 0
     """The global step being worked on, told by the rollout's weight update; for the memory record."""
     _averager: GradientAverager | None = None
+    _made_batches: MicroBatches | None = None
+    _planned: Mapping[str, Any] = {}
 
     def initialize(self) -> None:
         """Builds model, optimizer and schedule, and makes the module known to this process's rollout."""
@@ -93,7 +98,7 @@ class DeviceMapEngine(FSDPEngine):
     def _build_module(self) -> torch.nn.Module:
         engine, model = self.engine_config, self.model_config
         planned = read_role(engine.plan, engine.role) if engine.plan else {}
-        settings = planned.get("settings") or {}
+        self._planned, settings = planned, planned.get("settings") or {}
         if faults := not_as_planned(settings, engine.role, engine, model, self.optimizer_config):
             raise ConfigError(faults)
         device_map = convert_to_regular_types(planned.get("device_map", engine.device_map))
@@ -105,6 +110,7 @@ class DeviceMapEngine(FSDPEngine):
         precision = resolve_precision(
             planned.get("precision", engine.precision), forward_only=engine.forward_only, device=get_device_name()
         )
+        self.precision = precision
         weights_dtype, self._autocast_dtype = _DTYPES[precision]
         value_model = model.model_type == "value_model"
         # verl has one model entry for actor and reference; a plan may name another reference.
@@ -133,6 +139,8 @@ class DeviceMapEngine(FSDPEngine):
             )
         if model.use_fused_kernels:
             hooks.patch_fused_kernels(module, model)
+        if model.use_remove_padding:
+            use_packed_sdpa(module)
         keep_outputs_in_place(module)
         return module
 
@@ -165,8 +173,24 @@ class DeviceMapEngine(FSDPEngine):
     ) -> Any:
         phase = "forward" if forward_only else "train"
         step = ENGINES.get("actor", self).step
-        with record_memory(self.engine_config.role, phase, step), several_calls(self.module, each=_calls(data)):
-            return super().forward_backward_batch(data, loss_function, forward_only)
+        with (
+            record_memory(self.engine_config.role, phase, step) as record,
+            several_calls(self.module, each=_calls(data)),
+        ):
+            batches = self._batches()
+            output = batches.run(data, loss_function, forward_only=forward_only)
+            record["in_flight"] = batches.most
+            return output
+
+    def _batches(self) -> MicroBatches:
+        """Made anew where the module was laid out anew, or adapted."""
+        if self._made_batches is None or self._made_batches.pipe is not pipeline_of(self.module):
+            settings = self._planned.get("settings") or {}
+            planned = settings.get("in_flight") or 1
+            in_flight = self.engine_config.in_flight
+            in_flight = planned if in_flight == "auto" and planned > 1 else in_flight
+            self._made_batches = MicroBatches(self, in_flight=in_flight, free=self._planned.get("free"))
+        return self._made_batches
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The autocast under which this engine runs forwards; generation uses the same."""
@@ -177,36 +201,12 @@ class DeviceMapEngine(FSDPEngine):
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """One micro-batch: inputs go to the first block's device, everything the loss needs to the last one's.
-
-        verl's own version has all on one device. The logits are the largest tensor of the pass (tokens x vocabulary), the
-        labels the smallest, so it is the labels that travel.
-        """
-        # A TensorDict's move costs milliseconds for each sample, also to where it is: so it is moved only between devices.
-        here = input_device(self.module)
-        if get_device_name() != "cpu":
-            micro_batch = micro_batch.to(here)
-        model_inputs, output_args = self.prepare_model_inputs(micro_batch=micro_batch)
-        with self.autocast():
-            output = self.module(**model_inputs, use_cache=False)
-            where = hooks.output_device(output)
-            if where != here:
-                micro_batch = micro_batch.to(where)
-            output_args = {
-                name: value.to(where) if isinstance(value, torch.Tensor) else value
-                for name, value in output_args.items()
-            }
-            model_output = self.prepare_model_outputs(
-                output=output, output_args=output_args, micro_batch=micro_batch, logits_processor_func=loss_function
-            )
-            if loss_function is None:
-                loss, metrics = torch.ones((), device=where), {}
-            else:
-                loss, metrics = loss_function(
-                    model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
-                )
-        detached = detach_tree(model_output)
-        return loss, {"model_output": detached, "loss": loss.detach().item(), "metrics": metrics}
+        """One micro-batch alone, as verl's engines have it; forward_backward_batch keeps several in flight."""
+        del forward_only
+        batches = self._batches()
+        loss, made = batches.finish(batches.forward(on_host(micro_batch)), loss_function)
+        made["loss"] = float(made["loss"])
+        return torch.ones(()) if loss is None else loss, made
 
     def save_checkpoint(
         self,

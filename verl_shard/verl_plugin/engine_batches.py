@@ -1,0 +1,186 @@
+"""The micro-batches of a mini-batch on our engine: as many in flight as keep a pipeline at work, losses and outputs as verl's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
+
+from verl_shard.common.errors import ConfigError
+from verl_shard.memory.cached import cached_trace
+from verl_shard.memory.passes import PassSpec
+from verl_shard.memory.trace import Trace
+from verl_shard.models.meta import positions_of
+from verl_shard.models.read import read_model
+from verl_shard.runtime.dispatch import input_device
+from verl_shard.runtime.pipeline import pipeline_of
+from verl_shard.runtime.pipeline_hooks import RootHook
+from verl_shard.runtime.pipeline_order import issue, outside_autocast
+from verl_shard.runtime.pipeline_window import Window
+from verl_shard.verl_plugin import hooks
+from verl_shard.verl_plugin.engine_inputs import (
+    Prepared,
+    Reading,
+    on_host,
+    prepare,
+    sent,
+    sent_values,
+    without_padding,
+)
+
+_log = logging.getLogger(__name__)
+
+_STEP = 256
+"""Traces are made for lengths that are multiples of it, so that a few serve all batches."""
+
+LossFunction = Callable[..., Any]
+
+
+class MicroBatches:
+    """Runs mini-batches on an engine's model. Kept from one to the next: what the model needs to be told."""
+
+    def __init__(self, engine: Any, *, in_flight: Any = "auto", free: Mapping[Any, int] | None = None) -> None:
+        """in_flight: a number, or "auto". free: bytes that a plan leaves on each GPU beside the role's own peak."""
+        self._engine = engine
+        self.in_flight = in_flight
+        self._free = free
+        self.pipe = pipeline_of(engine.module)
+        self._reading = Reading.of(engine.module)
+        self._traced: tuple[int, Trace | None] = (0, None)
+        self.most = 1
+        """The most that were in flight in the last mini-batch."""
+
+    def run(self, data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool) -> Any:
+        """FSDPEngine.forward_backward_batch of verl 0.9, whose forwards go on while losses are computed."""
+        engine, data = self._engine, on_host(data)
+        tu.assign_non_tensor(
+            data, sp_size=1, dp_size=engine.get_data_parallel_size(), batch_num_tokens=self._tokens(data)
+        )
+        keep_output = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
+        batches, indices = prepare_micro_batches(
+            data=data, dp_group=engine.get_data_parallel_group(), same_micro_num_in_dp=True
+        )
+        made: list[dict[str, Any]] = []
+
+        def finish(number: int, passed: tuple[Prepared, Any]) -> torch.Tensor | None:
+            del number
+            loss, output = self.finish(passed, loss_function)
+            if not keep_output:  # as verl: of a whole mini-batch they would fill the GPU
+                del output["model_output"]
+            made.append(output)
+            return loss
+
+        def backward(number: int, loss: torch.Tensor) -> None:
+            last = number == len(batches) - 1
+            with engine._gradient_sync_context(is_last_micro_batch=last), outside_autocast():
+                torch.autograd.backward(loss)
+
+        # Weights are cast once for all that are in flight, not once for each.
+        around = nullcontext() if self.pipe is None else engine.autocast()
+        with torch.set_grad_enabled(not forward_only), around:
+            self.most = issue(
+                self.pipe,
+                len(batches),
+                lambda number: self.forward(batches[number]),
+                finish,
+                window=self._window(batches, forward_only),
+                backward=None if forward_only else backward,
+            )
+        for output in made:  # only now: each of these waits for a GPU
+            output["loss"] = float(output["loss"])
+        return postprocess_batch_func(output_lst=made, indices=indices, data=data)
+
+    def forward(self, micro_batch: TensorDict) -> tuple[Prepared, Any]:
+        """A micro-batch, which is on the host, and the model's output."""
+        engine = self._engine
+        device = input_device(engine.module) if self.pipe is None else None
+        prepared = prepare(engine, micro_batch, self._reading, device)
+        with engine.autocast():
+            return prepared, engine.module(**prepared.inputs, use_cache=False)
+
+    def finish(
+        self, passed: tuple[Prepared, Any], loss_function: LossFunction | None
+    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """The loss of a forward, and what verl's engines return with it, the loss still a tensor.
+
+        What the loss needs goes to the device where the logits are: they are the largest tensor of the pass (tokens x
+        vocabulary), and labels the smallest.
+        """
+        engine, (prepared, output) = self._engine, passed
+        where = hooks.output_device(output)
+        data, output_args = sent(prepared.data, where), sent_values(prepared.output_args, where)
+        packed = data
+        if not tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True):
+            rows = None if prepared.rows is None else sent_values({"rows": prepared.rows}, where)["rows"]
+            output = without_padding(output, rows)
+            packed = tu.assign_non_tensor(data.copy(), use_remove_padding=True)
+        with engine.autocast():
+            model_output = engine.prepare_model_outputs(
+                output=output, output_args=output_args, micro_batch=packed, logits_processor_func=loss_function
+            )
+            loss, metrics = None, {}
+            if loss_function is not None:
+                group = engine.get_data_parallel_group()
+                loss, metrics = loss_function(model_output=model_output, data=data, dp_group=group)
+        value = 1.0 if loss is None else loss.detach()
+        return loss, {"model_output": detach_tree(model_output), "loss": value, "metrics": metrics}
+
+    def _tokens(self, data: TensorDict) -> int:
+        """Tokens that count, of all processes."""
+        engine, count = self._engine, data["loss_mask"].sum()
+        if engine.get_data_parallel_size() > 1:
+            count = count.to(get_device_id())
+            torch.distributed.all_reduce(count, group=engine.get_data_parallel_group())
+        return int(count)
+
+    def _window(self, batches: list[TensorDict], forward_only: bool) -> Window:
+        pipe, free = self.pipe, self._free
+        if pipe is None:
+            return Window(None, "auto")
+        if forward_only or self.in_flight != "auto":
+            return Window(pipe, self.in_flight, forward_only=forward_only)
+        if free is None:
+            return Window(pipe, "auto", meant_for_others=self._unmade(pipe))
+        return Window(pipe, "auto", limits=free, beside_one=True, trace=self._trace(batches), model=self._engine.module)
+
+    def _unmade(self, pipe: RootHook) -> dict[Any, int]:
+        """Bytes by device of gradients and of AdamW's states, where they are not there yet."""
+        optimizer = self._engine.optimizer
+        made: dict[Any, int] = {}
+        for param in self._engine.module.parameters():
+            if param.requires_grad:
+                missing = (param.grad is None) + 2 * (param not in optimizer.state)
+                device = pipe.links.of(param)
+                made[device] = made.get(device, 0) + missing * param.nbytes
+        return made
+
+    def _trace(self, batches: list[TensorDict]) -> Trace | None:
+        """Of the largest micro-batch so far; None where it is not known, and what they keep is counted as they run."""
+        module = self._engine.module
+        sizes = [batch["input_ids"].offsets().diff() for batch in batches]
+        packed = tu.get_non_tensor_data(data=batches[0], key="use_remove_padding", default=True)
+        shapes = [(1, int(size.sum())) if packed else (len(size), int(size.max())) for size in sizes]
+        rows, longest = max(shapes, key=lambda shape: shape[0] * shape[1])
+        if rows * longest <= self._traced[0]:
+            return self._traced[1]
+        longest = min(-(-longest // _STEP) * _STEP, positions_of(module) or longest + _STEP)
+        made = None
+        if not hasattr(module, "get_base_model"):  # adapters are not in what is traced
+            wanted = PassSpec(
+                batch_size=rows, seq_len=longest, precision=self._engine.precision, accumulating=True,
+                gradient_checkpointing=module.is_gradient_checkpointing,
+            )  # fmt: skip
+            try:  # of its configuration: a module that is laid out is not copied
+                task = "value" if self._engine.model_config.model_type == "value_model" else "causal-lm"
+                made = cached_trace(*read_model(module.config, task=task, dtype=wanted.weight_dtype), wanted)
+            except ConfigError as error:
+                _log.info("%s is not traced, so that what its micro-batches keep is counted: %s", module, error)
+        self._traced = (rows * longest, made)
+        return made
