@@ -163,12 +163,13 @@ class Router:
 
     async def _choose(self, body: bytes) -> _Replica | None:
         """The replica to ask next, once there is one; None when none comes."""
-        if not self._replicas:
-            self._there.clear()
-            try:
-                await asyncio.wait_for(self._there.wait(), self._wait_s)
-            except TimeoutError:
-                return None
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while not self._replicas:
+                    self._there.clear()
+                    await self._there.wait()
+        except TimeoutError:
+            return None
         fewest = min(replica.waiting for replica in self._replicas.values())
         free = [replica for replica in self._replicas.values() if replica.waiting == fewest]
         if self._by_content:
