@@ -69,6 +69,7 @@ class Fault:
     `cause` and remedies as {name}. details: more of them, looked for in the lines that the same process says next.
     cause: why it happens. remedies: what to do, in order. cases: what is more particular; the first that fits counts.
     check: a condition on numbers that the patterns name, as "ref / old >= 5"; a match without them needs none.
+    frames: an expression for a frame of the traceback above a match, as "/torch/x.py:12 in name"; without it none is needed.
     sources: threads, documents or files of a library. reports: references of user reports that this answers.
     """
 
@@ -83,6 +84,7 @@ class Fault:
     details: tuple[str, ...] = ()
     cases: tuple[Case, ...] = ()
     check: str = ""
+    frames: str = ""
     reports: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

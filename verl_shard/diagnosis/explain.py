@@ -17,8 +17,9 @@ from verl_shard.diagnosis.explain_memory import MemoryShort, read_memory
 from verl_shard.diagnosis.explain_place import Frame, Place, Task, place_of, read_frame, read_task
 from verl_shard.diagnosis.logs import Line, Readable, read_blocks, read_line
 
-DETAIL_LINES = 30
+DETAIL_LINES = 60
 """How many lines of a process after a sighting may hold its details."""
+LINES_OF_AN_EXCEPTION = 15
 MOST_FRAMES = 200
 MOST_LINES = 400
 """Characters of a line that are shown."""
@@ -28,7 +29,7 @@ _EXCEPTION = re.compile(
     r"|RayTaskError\(\w+\)))(?::(?P<message> .*)?)?$"
 )
 _WRAPPER = re.compile(
-    r"RayTaskError|^ray\.exceptions\.\w+|ActorDiedError|UserCodeException|hydra\.errors\.HydraException$"
+    r"RayTaskError|ProcessRaisedException|^ray\.exceptions\.\w+|ActorDiedError|UserCodeException|hydra\.errors\.HydraException$"
 )
 _STEP = re.compile(r"\bstep:\d+ - |timing_s/step")
 _MARKS = ('File "', "Traceback (most", "ray::", "Error", "Exception", "Interrupt", "timing_s/step", "step:")
@@ -130,6 +131,15 @@ class Answer:
         return int(self.verdict in ("fault", "unknown"))
 
 
+@dataclass
+class _Waiting:
+    """A sighting whose details may come in the next lines of its process; each kind of detail once."""
+
+    sighting: Sighting
+    searches: list[re.Pattern[str]]
+    lines: int = DETAIL_LINES
+
+
 class _Process:
     """The traceback that a process is in the middle of, and sightings that wait for details."""
 
@@ -137,12 +147,17 @@ class _Process:
         self.frames: list[Frame] = []
         self.task: Task | None = None
         self.ended = True
-        self.waiting: list[tuple[Sighting, int]] = []
+        self.since = 0
+        self.waiting: list[_Waiting] = []
         self.ignored = False
 
     def begin(self, task: Task | None = None) -> None:
-        self.frames, self.ended = [], False
+        self.frames, self.ended, self.since = [], False, 0
         self.task = task
+
+    def has(self, pattern: str) -> bool:
+        """Whether a frame of the traceback is of that kind."""
+        return any(re.search(pattern, str(frame)) for frame in self.frames)
 
     def frame(self, frame: Frame) -> None:
         if self.ended:
@@ -191,7 +206,7 @@ class Explainer:
             self._steps.append(line.number)
         self._follow(process, text)
         self._take_details(process, text)
-        fault, match = self._look_up(text, faults)
+        fault, match = self._look_up(text, faults, process)
         exception = _EXCEPTION.match(text)
         if fault is not None and match is not None:
             self._saw(fault, match, line, process)
@@ -201,7 +216,11 @@ class Explainer:
             process.ended, process.ignored = True, False
 
     def _follow(self, process: _Process, text: str) -> None:
-        """The process' traceback."""
+        """The process' traceback; what an exception says in lines of its own still belongs to it."""
+        if process.ended:
+            process.since += 1
+            if process.since > LINES_OF_AN_EXCEPTION:
+                process.frames, process.task = [], None
         if "Exception ignored in" in text or "Exception ignored while" in text:
             process.ignored = True
         if "Traceback (most recent call" in text:
@@ -211,11 +230,15 @@ class Explainer:
         elif 'File "' in text and (frame := read_frame(text)):
             process.frame(frame)
 
-    def _look_up(self, text: str, faults: Sequence[Fault]) -> tuple[Fault | None, re.Match[str] | None]:
-        """The weightiest fault that the line shows."""
+    def _look_up(
+        self, text: str, faults: Sequence[Fault], process: _Process
+    ) -> tuple[Fault | None, re.Match[str] | None]:
+        """The weightiest fault that the line shows, of several the first in the catalogue."""
         found: tuple[Fault | None, re.Match[str] | None] = (None, None)
         for fault in faults:
-            if (match := fault.match(text)) and (found[0] is None or _weight(fault) < _weight(found[0])):
+            if found[0] is not None and _weight(fault) >= _weight(found[0]):
+                continue
+            if (match := fault.match(text)) and (not fault.frames or process.has(fault.frames)):
                 found = fault, match
         return found
 
@@ -228,7 +251,8 @@ class Explainer:
         if seen is None:
             seen = Sighting(fault, line, place, groups, [line.text], tuple(process.frames))
             self._sightings[fault.id] = seen
-            process.waiting.append((seen, DETAIL_LINES))
+            if fault.detail_searches:
+                process.waiting.append(_Waiting(seen, list(fault.detail_searches)))
         else:
             seen.count += 1
             seen.groups = {**groups, **seen.groups}
@@ -245,17 +269,17 @@ class Explainer:
         seen.processes.add(place.process)
 
     def _take_details(self, process: _Process, text: str) -> None:
-        left = []
-        for sighting, remaining in process.waiting:
-            if found := next(
-                (match for search in sighting.fault.detail_searches if (match := search.search(text))), None
-            ):
-                sighting.groups = {**_groups(found), **sighting.groups}
-                if text not in sighting.said:
-                    sighting.said.append(text)
-            if remaining > 1 and sighting.fault.details:
-                left.append((sighting, remaining - 1))
-        process.waiting = left
+        for waiting in process.waiting:
+            waiting.lines -= 1
+            for search in waiting.searches:
+                if match := search.search(text):
+                    sighting = waiting.sighting
+                    sighting.groups = {**_groups(match), **sighting.groups}
+                    if text not in sighting.said:
+                        sighting.said.append(text)
+                    waiting.searches.remove(search)
+                    break
+        process.waiting = [waiting for waiting in process.waiting if waiting.lines and waiting.searches]
 
     def _saw_unknown(self, exception: re.Match[str], line: Line, process: _Process) -> None:
         kind, message = exception["type"], (exception["message"] or "").strip()

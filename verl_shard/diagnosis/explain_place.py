@@ -37,7 +37,7 @@ _PROCESSES: tuple[tuple[str, str], ...] = (
 _FILES: tuple[tuple[str, str], ...] = (
     (r"/(?:vllm|sglang|tensorrt_llm)/(?!.*verl)", "rollout"),
     (r"reward_loop|reward_manager|reward_score|reward_model", "reward"),
-    (r"agent_loop", "rollout"),
+    (r"agent_loop|/workers/rollout/|vllm_async_server", "rollout"),
 )  # fmt: skip
 _STEPS = {
     "critic": {"train_mini_batch": "update_critic", "train_batch": "update_critic", "infer_batch": "values"},

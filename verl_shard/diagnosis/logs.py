@@ -27,9 +27,9 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|(?<![\w\]])\[(?
 _PREFIXES = (
     re.compile(r"\((?P<name>[^()\n]*?(?:\([^()]*\)[^()\n]*?)?) ?pid=(?P<pid>\d+)(?:, ip=(?P<ip>[^,()\s]+))?\) ?"),
     re.compile(r"\((?P<name>raylet|gcs_server|autoscaler|scheduler)(?:[ ,][^)]*)?\) ?"),
-    re.compile(r"\[rank(?P<rank>\d+)\]: ?(?!\[[A-Z]\d)"),
+    re.compile(r"\[rank(?P<rank>\d+)\]: ?"),
     re.compile(r"\[(?:default|\d+,)(?P<local_rank>\d+)\](?:<std(?:out|err)>)?: ?"),
-    re.compile(r"(?P<container>[\w.-]+)\s+\| "),
+    re.compile(r"(?P<container>[\w.-]+)\s+\| (?!(?:MISSING|UNEXPECTED|MISMATCH)\b)"),
     re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z? ?"),
     re.compile(r"(?:ERROR|CRITICAL|WARNING|INFO|DEBUG) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]\s]+:\d+\] ?"),
     re.compile(r"\[\d{4}-\d\d-\d\d[T ][\d:,.]+Z?\] ?(?!\[)"),
