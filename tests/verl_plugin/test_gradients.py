@@ -22,6 +22,15 @@ rank, store, bucket_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
+sent, begun = [], []
+reduce = torch.distributed.all_reduce
+
+
+def all_reduce(tensor, **options):
+    sent.append(len(tensor))
+    return reduce(tensor, **options)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -30,7 +39,10 @@ class Model(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
 
     def forward(self, x, which):
-        x = self.often(self.first(x))
+        x = self.first(x)
+        if self.training and x.requires_grad:
+            x.register_hook(lambda _: begun.append(len(sent)))
+        x = self.often(x)
         if which == 0:  # like an expert to which only one process sends tokens
             x = self.sometimes(x)
         return self.low(self.frozen(x).bfloat16()).float().square().sum()
@@ -56,12 +68,17 @@ for process in (0, 1):
         if param.grad is not None:
             expected[name] = expected.get(name, 0) + param.grad.float() / 2
 
+torch.distributed.all_reduce = all_reduce
 averager = GradientAverager(model, None, bucket_bytes)
+before = []
 for repeat in range(2):
     model.zero_grad()
     model(micro_batches[rank][0], rank).backward()
+    sent.clear()
+    begun.clear()
     with averager.averaging():
         model(micro_batches[rank][1], rank).backward()
+    before += begun  # buckets that were under way when the backward came to the first layer
     found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     assert set(found) == set(expected), set(found) ^ set(expected)
     for name, grad in found.items():
@@ -69,12 +86,22 @@ for repeat in range(2):
 every = [None, None]
 torch.distributed.all_gather_object(every, {name: value for name, value in weights.items() if "frozen" not in name})
 assert all(torch.equal(every[0][name], every[1][name]) for name in every[0]), "the same weights to begin with"
-print(f"{len(averager.buckets)} buckets")
+print(f"{len(averager.buckets)} buckets, under way {before}")
 """
 
 
-@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(1, 10), (100, 3), (2**20, 2)])
-def test_two_processes(bucket_bytes: int, buckets: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bucket_bytes", "buckets", "under_way"),
+    [
+        # Of 5 layers that train the last two, of which one is the first process's alone; then also the one before a layer
+        # that gets no gradient. A bucket for each weight and bias.
+        (1, 10, ([4, 6], [2, 2])),
+        # Two of the three hold parameters that get none, until those have a bucket of their own.
+        (100, 4, ([0, 2], [0, 0])),
+        (2**20, 3, ([1, 1], [1, 1])),
+    ],
+)
+def test_two_processes(bucket_bytes: int, buckets: int, under_way: tuple[list[int], list[int]], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     started = [
@@ -88,7 +115,8 @@ def test_two_processes(bucket_bytes: int, buckets: int, tmp_path: Path) -> None:
     ]
     ended = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], ended[0][1][-2000:] + ended[1][1][-2000:]
-    assert all(f"{buckets} buckets" in out for out, _ in ended)
+    for rank, (out, _) in enumerate(ended):
+        assert f"{buckets} buckets, under way {under_way[rank]}" in out, out
 
 
 def test_buckets_are_of_one_dtype_and_hold_all_that_trains_once() -> None:
@@ -100,3 +128,15 @@ def test_buckets_are_of_one_dtype_and_hold_all_that_trains_once() -> None:
         assert sorted(map(id, held)) == sorted(id(param) for param in model.parameters() if param.requires_grad)
         assert all(len({param.dtype for param in bucket.params}) == 1 for bucket in buckets)
     assert len(make_buckets(model.parameters(), 10**6)) == 2
+
+
+def test_buckets_are_of_one_device_the_last_ones_first() -> None:
+    devices = ["cpu", "cpu", "meta", "meta"]  # a model over two devices
+    model = nn.Sequential(*(nn.Linear(8, 8, device=device) for device in devices))
+    buckets = make_buckets(model.parameters(), 8 * 8 * 4)
+    assert [{param.device.type for param in bucket.params} for bucket in buckets] == [
+        {"meta"},
+        {"meta"},
+        {"cpu"},
+        {"cpu"},
+    ]

@@ -7,7 +7,7 @@ that has adapters.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,11 @@ class _Bucket:
 
     def start(self, group: Any) -> None:
         grads = [param.grad for param in self.params]
-        first = self.params[0]
-        marks = torch.tensor([float(grad is not None) for grad in grads], dtype=first.dtype).to(first.device)
+        # Made on the device: a list copied to it would wait for the backward that goes on there.
+        marks = self.params[0].new_ones(len(grads)).detach()
+        for number, grad in enumerate(grads):
+            if grad is None:
+                marks[number].zero_()
         parts = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, grads, strict=True)]
         self.flat = torch.cat([marks, *(part.reshape(-1) for part in parts)])
         self.work = torch.distributed.all_reduce(self.flat, group=group, async_op=True)
@@ -70,12 +73,36 @@ def make_buckets(params: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTE
 
 
 class GradientAverager:
-    """The gradients of a module, averaged over the processes of a group. All processes hold the same parameters."""
+    """The gradients of a module, averaged over the processes of a group. All processes hold the same parameters.
+
+    Buckets leave in order, so that one which is never complete holds up those behind it. After the first time what got a
+    gradient in no process goes to the end.
+    """
 
     def __init__(self, module: nn.Module, group: Any, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.group, self.size = group, torch.distributed.get_world_size(group)
-        self.buckets = make_buckets(module.parameters(), bucket_bytes)
+        self._params = [param for param in module.parameters() if param.requires_grad]
+        self._bucket_bytes = bucket_bytes
+        self._settled = False
+        self._arrange(frozenset())
+
+    def _arrange(self, silent: Collection[int]) -> None:
+        """Puts parameters into buckets; silent: ids of those that go to the end."""
+        heard = make_buckets((param for param in self._params if id(param) not in silent), self._bucket_bytes)
+        self.buckets = heard + make_buckets((p for p in self._params if id(p) in silent), self._bucket_bytes)
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+
+    def _settle(self, heard: Collection[int]) -> None:
+        """heard: ids of parameters that got a gradient here. All processes arrange their buckets alike."""
+        self._settled = True
+        if not self._params:
+            return
+        marks = torch.tensor([id(param) in heard for param in self._params], dtype=torch.int32)
+        marks = marks.to(self._params[0].device)
+        torch.distributed.all_reduce(marks, op=torch.distributed.ReduceOp.MAX, group=self.group)
+        silent = {id(param) for param, mark in zip(self._params, marks.tolist(), strict=True) if not mark}
+        if silent:
+            self._arrange(silent)
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
@@ -88,10 +115,12 @@ class GradientAverager:
             bucket.missing = len(bucket.params)
         # Each GPU has a thread of its own in a backward.
         lock = threading.Lock()
+        heard: set[int] = set()
 
         def arrived(param: torch.Tensor) -> None:
             nonlocal started, finished
             with lock:
+                heard.add(id(param))
                 self._bucket_of[id(param)].missing -= 1
                 while started < len(self.buckets) and self.buckets[started].missing == 0:
                     self.buckets[started].start(self.group)
@@ -112,6 +141,8 @@ class GradientAverager:
             bucket.start(self.group)
         for bucket in self.buckets[finished:]:
             bucket.finish(self.size)
+        if not self._settled:
+            self._settle(heard)
 
 
 def same_parameters(module: nn.Module, group: Any) -> None:
