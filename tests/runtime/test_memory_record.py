@@ -49,12 +49,13 @@ def test_each_gpu_has_its_own_peak_from_the_beginning_of_the_phase(
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     for index, name in enumerate(("memory_allocated", "max_memory_allocated", "max_memory_reserved")):
         monkeypatch.setattr(torch.cuda, name, lambda gpu, index=index: 100 * gpu + index)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (1000 - gpu, 5000))
     with record_memory("rollout", "generate", 2):
         assert reset == [0, 1]
     (line,) = read_json_lines(tmp_path / "memory.jsonl")
     assert line["gpus"] == {
-        "0": {"allocated": 0, "peak": 1, "peak_reserved": 2},
-        "1": {"allocated": 100, "peak": 101, "peak_reserved": 102},
+        "0": {"allocated": 0, "peak": 1, "peak_reserved": 2, "used": 4000},
+        "1": {"allocated": 100, "peak": 101, "peak_reserved": 102, "used": 4001},
     }
 
 

@@ -67,7 +67,7 @@ def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
                 run.update(scoring=prepare.make_scoring(options, run, files, settings.model))
             run.update(ready=True, files=[str(files.train), str(files.val)], model=str(settings.model))
         if options.reward_model is not None:
-            hand_over_model(run.info["scoring"], run.path)
+            hand_over_model({**run.info["scoring"], "device": options.reward_device}, run.path)
         train(run, settings, env, server, extra)
     finish(run, options, time.monotonic() - began)
     return run.path

@@ -11,6 +11,7 @@ from typing import Any
 
 from verl_shard.common.files import append_json_line
 from verl_shard.common.notices import run_dir
+from verl_shard.runtime.snapshots import snapshot_if_asked
 
 
 def host_peak() -> int:
@@ -21,7 +22,8 @@ def host_peak() -> int:
 
 @contextmanager
 def record_memory(role: str, phase: str, step: int) -> Iterator[dict[str, Any]]:
-    """Records the peaks of the block it wraps: bytes allocated and reserved for each GPU, and the host's resident set.
+    """Records the peaks of the block it wraps: bytes allocated and reserved for each GPU, what all processes use of it in the
+    end, and the host's resident set.
 
     What the block puts into the mapping it is given is recorded too. Outside a run it does nothing. The GPUs' peak counters
     are reset on entry, so that each phase has its own peak.
@@ -38,7 +40,8 @@ def record_memory(role: str, phase: str, step: int) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     more: dict[str, Any] = {}
     try:
-        yield more
+        with snapshot_if_asked(folder, role, phase, step):
+            yield more
     finally:
         record = {
             "time": time.time(),
@@ -53,9 +56,18 @@ def record_memory(role: str, phase: str, step: int) -> Iterator[dict[str, Any]]:
                     "allocated": torch.cuda.memory_allocated(gpu),
                     "peak": torch.cuda.max_memory_allocated(gpu),
                     "peak_reserved": torch.cuda.max_memory_reserved(gpu),
+                    "used": _used(gpu),
                 }
                 for gpu in gpus
             },
             **more,
         }
         append_json_line(folder / "memory.jsonl", record)
+
+
+def _used(gpu: int) -> int:
+    """What all processes hold of a GPU now, by the driver."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(gpu)
+    return total - free
