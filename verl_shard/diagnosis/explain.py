@@ -31,8 +31,25 @@ _EXCEPTION = re.compile(
 _WRAPPER = re.compile(
     r"RayTaskError|ProcessRaisedException|^ray\.exceptions\.\w+|ActorDiedError|UserCodeException|hydra\.errors\.HydraException$"
 )
+# What ends a process and is no Python exception, or is one that Ray could not hand on.
+_FATAL = re.compile(
+    r"(?P<type>Check failed):(?P<message>.*)|User exception type <class '(?P<type2>[\w.]+)'> in RayTaskError(?P<message2>.*)"
+)
+_WRAPPED = re.compile(
+    r"RayTaskError\((?P<type>\w+)\):(?P<message>.*)|(?P<type2>Unhandled error) \(.*\): (?P<message2>ray::.*)"
+)
 _STEP = re.compile(r"\bstep:\d+ - |timing_s/step")
-_MARKS = ('File "', "Traceback (most", "ray::", "Error", "Exception", "Interrupt", "timing_s/step", "step:")
+_MARKS = (
+    "Check failed",
+    'File "',
+    "Traceback (most",
+    "ray::",
+    "Error",
+    "Exception",
+    "Interrupt",
+    "timing_s/step",
+    "step:",
+)
 _SURVIVED_AFTER = 2
 """Steps after an exception that show that the run went on."""
 
@@ -171,10 +188,13 @@ class Explainer:
 
     def __init__(self, faults: Sequence[Fault] | None = None) -> None:
         self._faults = catalogue() if faults is None else tuple(faults)
-        self._hints = {hint for fault in self._faults for hint in fault.hints} | set(_MARKS)
+        hints = {hint for fault in self._faults for hint in fault.hints} | set(_MARKS)
+        # "Error" is in every "MemoryError": fewer texts to look for in each block.
+        self._hints = [hint for hint in hints if not any(other in hint for other in hints if other is not hint)]
         self._sightings: dict[str, Sighting] = {}
         self._unknown: list[Unknown] = []
         self._by_text: dict[tuple[str, str], Unknown] = {}
+        self._wrapped: Unknown | None = None
         self._processes: dict[str, _Process] = {}
         self._steps: list[int] = []
         self._lines = 0
@@ -182,12 +202,12 @@ class Explainer:
     def read_block(self, number: int, block: str) -> None:
         """Lines of a log, `number` that of the first. Most blocks of a long run hold nothing that is looked for."""
         hints = [hint for hint in self._hints if hint in block]
-        faults = [fault for fault in self._faults if any(hint in hints for hint in fault.hints)]
         lines = block.split("\n")
         self._lines = number + len(lines) - 1
         waiting = any(process.waiting for process in self._processes.values())
         if not hints and not waiting:
             return
+        faults = [fault for fault in self._faults if any(hint in block for hint in fault.hints)]
         for at, raw in enumerate(lines, number):
             if waiting or any(hint in raw for hint in hints):
                 self._read(read_line(at, raw), faults)
@@ -211,7 +231,9 @@ class Explainer:
         if fault is not None and match is not None:
             self._saw(fault, match, line, process)
         elif exception and not _WRAPPER.search(text) and not process.ignored:
-            self._saw_unknown(exception, line, process)
+            self._saw_unknown(exception["type"], exception["message"] or "", line, process)
+        elif "Check failed" in text or "RayTaskError" in text or "Unhandled error" in text:
+            self._saw_ending(text, line, process)
         if exception and not read_task(text):
             process.ended, process.ignored = True, False
 
@@ -281,9 +303,20 @@ class Explainer:
                     break
         process.waiting = [waiting for waiting in process.waiting if waiting.lines and waiting.searches]
 
-    def _saw_unknown(self, exception: re.Match[str], line: Line, process: _Process) -> None:
-        kind, message = exception["type"], (exception["message"] or "").strip()
-        if kind.endswith("Warning") or not (process.frames or line.process == ""):
+    def _saw_ending(self, text: str, line: Line, process: _Process) -> None:
+        """Words that tell of an error by its type at most; what Ray wraps counts only if nothing else does."""
+        if match := _FATAL.search(text):
+            groups = _groups(match)
+            self._saw_unknown(groups["type"], groups.get("message", ""), line, process, bare=True)
+        elif (match := _WRAPPED.search(text)) and self._wrapped is None:
+            place = place_of(line.process, line.rank, process.task, process.frames)
+            frames = tuple(process.frames)
+            groups = _groups(match)
+            self._wrapped = Unknown(groups["type"], groups.get("message", ""), line, place, frames, line.number)
+
+    def _saw_unknown(self, kind: str, message: str, line: Line, process: _Process, *, bare: bool = False) -> None:
+        message = message.strip()
+        if kind.endswith("Warning") or not (bare or process.frames or line.process == ""):
             return
         seen = self._by_text.get((kind, message))
         if seen is not None:
@@ -305,6 +338,8 @@ class Explainer:
         seen = [one for one in seen if one.fault.rank not in ("likely", "symptom") or not self._survived(one.last_line)]
         best = seen[0] if seen else None
         unknown = self._chosen_unknown()
+        if unknown is None and (best is None or best.fault.rank in ("warning", "notice")):
+            unknown = self._wrapped
         if best is not None and unknown is not None and not self._outranks(best, unknown):
             best = None
         elif best is not None:
