@@ -66,7 +66,10 @@ class Diagnosis:
             "verdict": self.verdict,
             "counts": {verdict: counted[verdict] for verdict in VERDICTS},
             "checks": checks,
-            "facts": asdict(self.facts),
+            "facts": {
+                **asdict(self.facts),
+                "packages": {name: one.version for name, one in self.facts.packages.items()},
+            },
         }
 
 

@@ -6,6 +6,7 @@ has still said something. Nothing is imported at the top that may be missing.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -30,11 +31,12 @@ def look_at_torch(say: Tell) -> None:
     say({"version": torch.__version__, "cuda": torch.version.cuda, "rocm": getattr(torch.version, "hip", None)})
     if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
         return
-    say({"driver_cuda": _or(0, lambda: torch._C._cuda_getDriverVersion())})
+    driver = _or(0, driver_cuda)
+    say({"driver_cuda": driver})
     try:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
-        if torch.cuda.device_count() or torch._C._cuda_getDriverVersion():
+        if driver or torch.cuda.device_count():
             say({"error": _first_line(error)})
         return
     count = torch.cuda.device_count()
@@ -60,6 +62,13 @@ def look_at_torch(say: Tell) -> None:
         say({"peers": _or(None, lambda: all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs))})
     if count:
         say({"pin_error": _error_of(lambda: torch.empty(2**26, dtype=torch.uint8, pin_memory=True))})
+
+
+def driver_cuda() -> int:
+    """The newest CUDA that the driver's library takes, as 1000 * major + 10 * minor. Raises OSError without a driver."""
+    version = ctypes.c_int(0)
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _product(torch: Any, index: int) -> None:

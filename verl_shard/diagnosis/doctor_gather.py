@@ -34,20 +34,24 @@ def gather(time_limit_s: float = TIME_LIMIT_S, env: Mapping[str, str] | None = N
     """
     env = dict(os.environ if env is None else env)
     address, address_from = ray_address(env)
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         driver = pool.submit(read_driver, time_limit_s)
         torch = pool.submit(child, ["torch"], time_limit_s, env)
         ray = pool.submit(child, ["ray", address], time_limit_s, env)
-        # Only where it is there: it would import torch once more to say that it is not.
-        flash = pool.submit(child, ["flash"], time_limit_s, env) if util.find_spec("flash_attn") else None
+        machine = read_machine(env)
+        seen = as_torch(torch.result())
+        # After torch, which would count what this look takes of each GPU as in use; and not at all where it is not there.
+        look = util.find_spec("flash_attn") is not None and isinstance(seen, Torch)
         return Facts(
             python=platform.python_version(),
             system=platform.system(),
             driver=driver.result(),
-            torch=as_torch(torch.result()),
-            flash=as_flash(flash.result()) if flash else Trouble("missing", "flash_attn is not installed"),
+            torch=seen,
+            flash=as_flash(
+                child(["flash"], time_limit_s, env) if look else Trouble("missing", "flash_attn is not installed")
+            ),
             ray=as_ray(ray.result(), address, address_from),
-            **read_machine(env),
+            **machine,
         )
 
 

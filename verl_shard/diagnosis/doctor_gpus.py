@@ -98,7 +98,7 @@ def _cuda(facts: Facts, torch: Torch, built: str) -> Iterator[Check]:
             fix=f"Update the driver{oldest}" + _other_build(facts, ", or pip install torch"),
             source=_COMPATIBILITY,
         )  # fmt: skip
-    elif not torch.gpus and "No CUDA GPUs" in torch.error and facts.env.get("CUDA_VISIBLE_DEVICES") is not None:
+    elif not torch.gpus and torch.error and _hides_all(facts, torch.error):
         yield ok("torch", f"{found}; no GPU is visible to it")
     elif torch.error or not torch.driver_cuda:
         yield bad(
@@ -117,12 +117,17 @@ def _cuda(facts: Facts, torch: Torch, built: str) -> Iterator[Check]:
         yield ok("torch", f"{found}; the driver takes CUDA {takes}")
 
 
+def _hides_all(facts: Facts, error: str) -> bool:
+    """Whether CUDA says what it says when CUDA_VISIBLE_DEVICES leaves no GPU; `visible` then says what is wrong with that."""
+    return "CUDA_VISIBLE_DEVICES" in facts.env and ("No CUDA GPUs" in error or "invalid device ordinal" in error)
+
+
 def visible(facts: Facts) -> Iterator[Check]:
     """CUDA_VISIBLE_DEVICES against the GPUs there are, and torch's count against the driver's."""
     chosen, there, seen = facts.env.get("CUDA_VISIBLE_DEVICES"), facts.driver_gpus, len(facts.gpus)
     if chosen is not None:
         yield from _chosen(facts, chosen)
-    elif seen < len(there) and isinstance(facts.torch, Torch) and facts.torch.cuda and not facts.torch.error:
+    elif 0 < seen < len(there):
         yield bad(
             "warning", "visible", "gpus-not-visible", f"torch sees {seen} of the driver's {len(there)} GPUs",
             why="GPUs in MIG mode without an instance, or without a device file in this container, cannot be used",
@@ -172,6 +177,11 @@ def _chosen(facts: Facts, chosen: str) -> Iterator[Check]:
         yield bad(
             "warning", "visible", "visible-without-gpus", found, why="there are no GPUs here", fix="unset CUDA_VISIBLE_DEVICES",
             source=_VISIBLE,
+        )  # fmt: skip
+    elif seen < len(ids) and isinstance(facts.torch, Torch) and facts.torch.cuda:
+        yield bad(
+            "fault", "visible", "visible-lost", found, why=f"of {_count(len(ids), 'id')} torch sees {_count(seen, 'GPU')}",
+            fix="Give ids as nvidia-smi -L shows them: 0, 1 ..., or whole UUIDs", source="torch.cuda.device_count()",
         )  # fmt: skip
     else:
         yield ok("visible", f"{found}: {seen} of {len(there)} GPUs" if there else f"{found}: {_count(seen, 'GPU')}")
@@ -278,6 +288,8 @@ def modes(facts: Facts) -> Iterator[Check]:
 def flash_attention(facts: Facts) -> Iterator[Check]:
     """flash_attn: importable, and right on every GPU here."""
     flash, name = facts.flash, "flash-attn"
+    if isinstance(facts.torch, Trouble):
+        return
     old = [gpu.index for gpu in facts.gpus if gpu.capability < (8, 0)]
     if isinstance(flash, Flash) and flash.errors:
         which = ",".join(str(gpu) for gpu in flash.errors)

@@ -88,10 +88,13 @@ def packages() -> dict[str, Package]:
     """Every installed distribution by its normalized name; of one that is there twice, the first on the path."""
     found: dict[str, Package] = {}
     for one in metadata.distributions():
-        name = next(iter(one.metadata.get_all("Name") or ()), "")
+        said = one.metadata  # read and parsed anew each time it is asked for
+        name = next(iter(said.get_all("Name") or ()), "")
         if name and canonicalize_name(name) not in found:
-            python = next(iter(one.metadata.get_all("Requires-Python") or ()), "")
-            found[canonicalize_name(name)] = Package(one.version, tuple(one.requires or ()), python)
+            version = next(iter(said.get_all("Version") or ()), "")
+            requires = tuple(said.get_all("Requires-Dist") or one.requires or ())
+            python = next(iter(said.get_all("Requires-Python") or ()), "")
+            found[canonicalize_name(name)] = Package(version, requires, python)
     return found
 
 

@@ -185,7 +185,8 @@ def _fix(facts: Facts, name: str, needs: list[Need]) -> str:
     together = SpecifierSet()
     for need in hard:
         together &= need.versions
-    return f'pip install "{name}{_sorted(together)}"'
+    exact = [str(one) for one in together if one.operator == "=="]
+    return f'pip install "{name}{exact[0] if exact else _sorted(together)}"'
 
 
 def _sorted(versions: SpecifierSet) -> str:
