@@ -50,6 +50,11 @@ _MARKS = (
     "timing_s/step",
     "step:",
 )
+_ROOTS = (
+    "rror", "xcept", "ailed", "illed", "CUDA", "uda ", "lash", "NCCL", "nccl", " not ", "annot", "out of", "must be", "meout",
+    "imed out", "SIG", "ignal", "died", "dead", "issing", "nvalid", "undefined", "ivisible", "nknown", "device", "memory", "disk",
+    "full", "offload", "ray::", "File ", "Traceback", "larger", "less than", "longer", "fault", "shared", "pending",
+)  # fmt: skip
 _SURVIVED_AFTER = 2
 """Steps after an exception that show that the run went on."""
 
@@ -188,9 +193,9 @@ class Explainer:
 
     def __init__(self, faults: Sequence[Fault] | None = None) -> None:
         self._faults = catalogue() if faults is None else tuple(faults)
-        hints = {hint for fault in self._faults for hint in fault.hints} | set(_MARKS)
-        # "Error" is in every "MemoryError": fewer texts to look for in each block.
-        self._hints = [hint for hint in hints if not any(other in hint for other in hints if other is not hint)]
+        self._hints = sorted({hint for fault in self._faults for hint in fault.hints} | set(_MARKS))
+        # "rror" is in every "MemoryError": few texts to look for in each block, and the hints only where one is found.
+        self._roots = [*_ROOTS, *(hint for hint in self._hints if not any(root in hint for root in _ROOTS))]
         self._sightings: dict[str, Sighting] = {}
         self._unknown: list[Unknown] = []
         self._by_text: dict[tuple[str, str], Unknown] = {}
@@ -201,14 +206,14 @@ class Explainer:
 
     def read_block(self, number: int, block: str) -> None:
         """Lines of a log, `number` that of the first. Most blocks of a long run hold nothing that is looked for."""
-        hints = [hint for hint in self._hints if hint in block]
-        lines = block.split("\n")
-        self._lines = number + len(lines) - 1
+        self._lines = number + block.count("\n")
         waiting = any(process.waiting for process in self._processes.values())
+        hints = [hint for hint in self._hints if hint in block] if any(root in block for root in self._roots) else []
         if not hints and not waiting:
             return
-        faults = [fault for fault in self._faults if any(hint in block for hint in fault.hints)]
-        for at, raw in enumerate(lines, number):
+        found = set(hints)
+        faults = [fault for fault in self._faults if not found.isdisjoint(fault.hints)]
+        for at, raw in enumerate(block.split("\n"), number):
             if waiting or any(hint in raw for hint in hints):
                 self._read(read_line(at, raw), faults)
                 waiting = any(process.waiting for process in self._processes.values())

@@ -77,7 +77,7 @@ class MemoryShort:
             shown.append(f"{_gib(self.over)} too little")
         if self.allocated is not None:
             shown.append(f"this process held {_gib(self.allocated)} in tensors")
-        if self.unused is not None:
+        if self.unused:
             shown.append(f"{_gib(self.unused)} reserved and unused")
         if self.other:
             shown.append(f"{_gib(self.other)} in other processes on the GPU")

@@ -245,6 +245,8 @@ def scrub(text: str) -> str:
     text = text.replace(str(Path(sys.base_prefix)), "/python").replace(tempfile.gettempdir() + "/tmp", "/tmp/t")
     text = re.sub(r"/home/\w+|/root(?=/)", "/home/user", text)
     text = re.sub(r"\b(?:10|172|192)\.\d+\.\d+\.\d+\b", "10.0.0.1", text)
+    # Ray lists the largest processes of the machine, whosoever they are.
+    text = re.sub(r"^(\d+\t[\d.]+\t)(?!ray::).*$", r"\1python", text, flags=re.MULTILINE)
     return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
 
 
