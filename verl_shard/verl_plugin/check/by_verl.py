@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +28,8 @@ def find(made: Composed) -> Iterator[Finding]:
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    config: Any = OmegaConf.create(OmegaConf.to_container(made.config))
+    config: Any = pickle.loads(pickle.dumps(made.config))
+    OmegaConf.set_struct(config, False)
     config.critic.model = None
     config.actor_rollout_ref.model.lora_rank = 0  # with adapters it imports vLLM to ask which ranks there are
     config.actor_rollout_ref.model.lora = {}

@@ -8,8 +8,8 @@ from typing import Any
 
 from verl_shard.common.errors import Finding
 
-UNKNOWN = "<not known>"
-"""Stands for what only the shell that runs a script knows."""
+UNKNOWN = "__only_the_running_shell_knows__"
+"""Stands for what a script gets from elsewhere; plain text to Hydra's grammar."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from verl_shard.common.errors import Finding
 from verl_shard.verl_plugin.check.articles import KEYS
 from verl_shard.verl_plugin.check.given import Setting
-from verl_shard.verl_plugin.check.tree import Composed, has_key, verl_folder
+from verl_shard.verl_plugin.check.tree import Composed, verl_folder
 from verl_shard.verl_plugin.overrides import hydra_value
 
 MOVED = {
@@ -45,6 +45,10 @@ OPEN = (
     "kw_args",
 )
 """Sections that take any key."""
+
+
+LEGACY = ("reward_model", "custom_reward_function", "sandbox_fusion")
+"""Sections of older versions, which are there and which nothing reads."""
 
 
 def find(made: Composed) -> Iterator[Finding]:
@@ -86,10 +90,11 @@ def _of_key(made: Composed, setting: Setting, parts: dict[tuple[str, str], list[
         parts["said", first if group == "section" else key] = [setting]
         yield finding("never-in-verl", why, fix)
         return
-    if first in ("actor", "critic", "rollout", "ref", "reward") and not has_key(made.config, first):
-        whole = f"actor_rollout_ref.{key}" if first != "reward" else key
+    if first in ("actor", "rollout", "ref"):
+        whole = f"actor_rollout_ref.{key}"
         why = f"verl has no section {first} at the top"
-        yield finding("unknown-key", why, _nearest(made, whole) or f"actor_rollout_ref.{first}.KEY=VALUE")
+        instead = f"{whole}={hydra_value(setting.value)}" if whole in known_keys(made) else _nearest(made, whole)
+        yield finding("unknown-key", why, instead or f"actor_rollout_ref.{first}.KEY=VALUE")
         return
     added = " (added with +, it is there and read by nothing, or stops the worker)" if setting.sign else ""
     yield finding("unknown-key", f"verl has no such key{added}", _nearest(made, key) or "Leave it out")
@@ -101,7 +106,7 @@ def _written(setting: Setting) -> str:
 
 def _nearest(made: Composed, key: str) -> str | None:
     """The nearest keys: in the same section first, then of the same last name anywhere."""
-    known = known_keys(made)
+    known = [name for name in known_keys(made) if name.split(".")[0] not in LEGACY]
     parent, _, last = key.rpartition(".")
     beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
     beside += sorted(_fields_at(made, parent))

@@ -181,81 +181,78 @@ class _Scanner:
     def _word(self, *, split: bool = True) -> list[str]:
         """A word with what it expands to: several, where an array or an unquoted variable has blanks in it."""
         several = [""]
-        start, quoted = self.at, False
-
-        def put(text: str) -> None:
-            several[-1] += text
-
+        quoted: set[int] = set()  # words with quotes in them stay also where they are empty
         while self.at < len(self.text):
             char = self.text[self.at]
             if char in " \t\r" or char in _ENDS:
                 break
-            if char == "\\":
-                if self.text.startswith("\\\n", self.at):
-                    self._step(2)
-                    break
+            if self.text.startswith("\\\n", self.at):
+                self._step(2)  # a word goes on after it
+            elif char == "\\":
                 self._step()
-                put(self._step())
-            elif char == "'":
-                quoted = True
-                self._step()
+                quoted.add(len(several) - 1)
+                several[-1] += self._step()
+            elif char == "'" or self.text.startswith("$'", self.at):
+                quoted.add(len(several) - 1)
+                self._step(1 if char == "'" else 2)
                 end = self.text.find("'", self.at)
-                end = len(self.text) if end < 0 else end
-                put(self._step(end - self.at))
+                several[-1] += self._step((len(self.text) if end < 0 else end) - self.at)
                 self._step()
             elif char == '"':
-                quoted = True
-                self._double(several)
-            elif self.text.startswith("$'", self.at):
-                quoted = True
-                self._step(2)
-                end = self.text.find("'", self.at)
-                put(self._step((len(self.text) if end < 0 else end) - self.at))
-                self._step()
+                first = len(several) - 1
+                if self._double(several):
+                    quoted |= set(range(first, len(several)))
             elif char in "$`":
                 expanded = self._expansion()
-                if isinstance(expanded, list):
-                    self._splice(several, expanded)
-                elif split and expanded is not None:
-                    self._splice_words(several, expanded)
-                else:
-                    put(expanded or "")
+                items = expanded if isinstance(expanded, list) else [expanded]
+                if not split:
+                    several[-1] += " ".join(items)
+                    continue
+                for index, item in enumerate(items):
+                    if index:
+                        several.append("")
+                    self._splice(several, item)
             else:
-                put(self._step())
-        if self.at == start:
-            return []
-        return several if quoted or several != [""] else []
+                several[-1] += self._step()
+        return [word for index, word in enumerate(several) if word or index in quoted]
 
     @staticmethod
-    def _splice(several: list[str], items: list[str]) -> None:
-        if not items:
+    def _splice(several: list[str], text: str) -> None:
+        """Adds an unquoted expansion, which is cut at its blanks."""
+        if UNKNOWN in text:
+            several[-1] += text
             return
-        several[-1] += items[0]
-        several.extend(items[1:])
+        for part in re.split(r"(\s+)", text):
+            if part.isspace():
+                several.append("")
+            else:
+                several[-1] += part
 
-    def _splice_words(self, several: list[str], text: str) -> None:
-        parts = text.split() if text != UNKNOWN and UNKNOWN not in text else [text]
-        if text[:1].isspace() and parts:
-            several.append("")
-        self._splice(several, parts)
-
-    def _double(self, several: list[str]) -> None:
+    def _double(self, several: list[str]) -> bool:
+        """Text between double quotes. Returns whether it is more than an array without items, which is no word."""
         self._step()
+        more = self.text[self.at : self.at + 1] == '"'
         while self.at < len(self.text) and self.text[self.at] != '"':
             char = self.text[self.at]
             if char == "\\" and self.at + 1 < len(self.text) and self.text[self.at + 1] in '"\\$`\n':
                 self._step()
                 escaped = self._step()
                 several[-1] += "" if escaped == "\n" else escaped
+                more = True
             elif char in "$`":
                 expanded = self._expansion()
                 if isinstance(expanded, list):
-                    self._splice(several, expanded)
+                    several[-1] += "".join(expanded[:1])
+                    several.extend(expanded[1:])
+                    more = more or bool(expanded)
                 else:
                     several[-1] += expanded
+                    more = True
             else:
                 several[-1] += self._step()
+                more = True
         self._step()
+        return more
 
     def _expansion(self) -> str | list[str]:
         """What stands at $ or `. A list for arrays and all arguments."""
