@@ -12,8 +12,9 @@ import transformers
 from shapes import small_qwen2
 from typer.testing import CliRunner
 
-from verl_shard.bench import pipeline
-from verl_shard.bench.pipeline import KINDS, PipelineRow, Way, bench_pipeline, even_map, measure, tables, ways
+from verl_shard.bench import pipeline, pipeline_one
+from verl_shard.bench.pipeline import KINDS, PipelineRow, Way, bench_pipeline, even_map, measure, on_one, tables, ways
+from verl_shard.bench.pipeline_one import in_turn, one_table
 from verl_shard.cli.main import app
 from verl_shard.common.errors import ConfigError
 from verl_shard.common.tables import as_text
@@ -86,10 +87,12 @@ def test_all_ways_compute_the_same_and_the_last_is_ours() -> None:
     model = causal()
     offered = ways({"": "cpu"})  # type: ignore[dict-item]
     rows = measure(model, torch.randint(1, 500, (8, 5)), offered, Meter(), runs=1)
-    assert [way.name for way in offered] == ["one GPU", "accelerate's dispatch_model", "ours"]
-    assert len(rows) == 30
+    assert [way.name for way in offered] == [
+        "one GPU", "accelerate's dispatch_model", "ours", "ours, one in flight a GPU",
+    ]  # fmt: skip
+    assert len(rows) == 40
     losses = [row.loss for row in rows]
-    assert losses == pytest.approx([losses[0]] * 30, abs=1e-5)
+    assert losses == pytest.approx([losses[0]] * 40, abs=1e-5)
     assert type(hooks_of(model)[0]).__name__ == "RootHook"
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -103,6 +106,67 @@ def test_the_head_counts_as_many_blocks_as_it_has_times_a_blocks_parameters() ->
     assert (large["model.embed_tokens"], large["lm_head"], small["lm_head"]) == (0, 1, 1)
     assert even_map(causal(tie_word_embeddings=True), 2)["lm_head"] == 0
     assert set(even_map(causal(), 1).values()) == {0}
+
+
+class Clock:
+    """Each way's step takes as long as is said, in the order in which ways are stepped."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(pipeline_one.time, "perf_counter", lambda: self.now)
+
+    def step(self, seconds: list[float]) -> Any:
+        left = iter(seconds)
+
+        def run() -> float:
+            self.now += next(left)
+            return 1.5
+
+        return run
+
+
+def test_ways_are_timed_in_turn_and_compared_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, prepared = Clock(monkeypatch), []
+    steps = {
+        "plain": (lambda: prepared.append("plain"), clock.step([9.0, 1.0, 2.0, 4.0])),
+        "ours": (lambda: prepared.append("ours"), clock.step([99.0, 1.01, 2.04, 4.0])),
+    }
+    rows = in_turn("dispatch", "forward", 4, steps, Meter(), runs=3)  # type: ignore[arg-type]
+    assert prepared == ["plain", "ours"] * 4
+    # Of 1.01, 1.02 and 1.00 of the plain way the middle; a GPU that slows down changes nothing.
+    assert [(row.way, row.seconds, row.check) for row in rows] == [
+        ("plain", pytest.approx(2.0), 1.5),
+        ("ours", pytest.approx(2.04), 1.5),
+    ]
+    assert [row.ratio for row in rows] == [1.0, pytest.approx(1.01)]
+
+
+@pytest.mark.parametrize("verl", [True, False])
+def test_on_one_device_all_ways_compute_the_same(verl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not verl:
+        monkeypatch.setattr(pipeline, "why_no_update", lambda: "verl is not installed here")
+    model = causal()
+    ids = torch.randint(1, 500, (8, 6), generator=torch.Generator().manual_seed(0))
+    rows, left_out = on_one(model, ids, "cpu", Meter(), runs=1)
+    dispatch, update = [row for row in rows if row.part == "dispatch"], [row for row in rows if row.part == "update"]
+    assert [(row.way, row.micro_batches) for row in dispatch[:6]] == [
+        (way, n) for n in (4, 8) for way in ("plain model", "ours", "ours, hooks forced")
+    ]
+    assert len(dispatch) == 18
+    assert [row.check for row in dispatch] == pytest.approx([dispatch[0].check] * 18, abs=1e-5)
+    assert not any(hooks_of(module) for module in model.modules())
+    shown = as_text(160, one_table("small", (8, 6), rows, left_out))
+    if not verl:
+        assert update == []
+        assert "left out: verl is not installed here" in shown.replace("\n", " ")
+        return
+    assert left_out is None
+    assert [(row.way, row.micro_batches) for row in update] == [
+        (way, n) for n in (4, 8) for way in ("loop by hand", "verl's worker, our engine")
+    ]
+    norms = [row.check for row in update]
+    assert norms[0] > 0.01
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-4)
 
 
 def test_what_is_said_without_a_gpu_and_of_an_unknown_model(tmp_path: Path) -> None:

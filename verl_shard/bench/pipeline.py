@@ -1,10 +1,14 @@
-"""A model over this machine's GPUs by a device_map: what a step takes with our dispatch, accelerate's, and on one GPU."""
+"""A model over this machine's GPUs by a device_map: what a step takes with our dispatch, accelerate's, and on one GPU.
+
+Of a machine with one GPU, or with gpus=1: pipeline_one.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_shard.bench.maps import zoo
+from verl_shard.bench.pipeline_one import OneRow, measure_dispatch, measure_update, one_table, why_no_update
 from verl_shard.bench.rates import need_gpu
 from verl_shard.bench.start import machine
 from verl_shard.common.errors import config_error
@@ -79,9 +84,10 @@ class GpusMeter:
 
 def bench_pipeline(
     *, result: Path | None, model: str = "qwen2-7b", runs: int = 4, gpus: int | None = None, as_json: bool = False
-) -> list[PipelineRow]:
+) -> list[PipelineRow] | list[OneRow]:
     """Measures a causal model of a model of the zoo's shape, with random weights in bf16, over the first GPUs, by default
-    all; prints a table for each kind of step, or JSON, and writes JSON when `result` is given.
+    all; prints a table for each kind of step, or JSON, and writes JSON when `result` is given. On one GPU what is measured
+    is the cost of our dispatch and, where verl is installed, of our engine.
 
     Raises ConfigError without a GPU, for more GPUs than there are and for an unknown model.
     """
@@ -102,21 +108,39 @@ def bench_pipeline(
     with torch.device("cuda:0"):
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     ids = torch.randint(1, config.vocab_size, BATCH, generator=torch.Generator().manual_seed(1)).to("cuda:0")
-    device_map = even_map(made, n_gpus)
-    rows = measure(made, ids, ways(device_map), GpusMeter(n_gpus), runs=runs)
-    record = {
-        "schema": SCHEMA, "machine": machine(), "model": model, "gpus": n_gpus, "batch": BATCH,
-        "device_map": device_map, "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
-    text = json.dumps(record, indent=1) + "\n"
+    record: dict[str, Any] = {"schema": SCHEMA, "machine": machine(), "model": model, "gpus": n_gpus, "batch": BATCH}
+    meter = GpusMeter(n_gpus)
+    rows: list[PipelineRow] | list[OneRow]
+    if n_gpus == 1:
+        rows, left_out = on_one(made, ids, "cuda", meter, runs=runs)
+        record["left_out"] = left_out
+        shown = [one_table(model, BATCH, rows, left_out)]
+    else:
+        record["device_map"] = device_map = even_map(made, n_gpus)
+        rows = measure(made, ids, ways(device_map), meter, runs=runs)
+        shown = tables(model, rows)
+    text = json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
     if as_json:
         print(text, end="")
     else:
-        for shown in tables(model, rows):
-            out.print(shown)
+        for each in shown:
+            out.print(each)
     if result is not None:
         write_whole(result, text)
     return rows
+
+
+def on_one(made: Any, ids: Any, device: str, meter: Any, *, runs: int) -> tuple[list[OneRow], str | None]:
+    """Both parts on one device, and why the second was left out. The model is then on the host, for the engine to load."""
+    rows = measure_dispatch(made, ids, 0 if device == "cuda" else device, meter, runs=runs)
+    if (left_out := why_no_update()) is not None:
+        return rows, left_out
+    with tempfile.TemporaryDirectory(prefix="verl_shard_pipeline_") as folder:
+        made.cpu().save_pretrained(folder)
+        meter.empty()
+        precision = "bf16" if device == "cuda" else "fp32"
+        rows += measure_update(Path(folder), tuple(ids.shape), device, meter, runs=runs, precision=precision)
+    return rows, None
 
 
 def even_map(model: Any, n_gpus: int) -> dict[str, int]:
@@ -138,19 +162,26 @@ def even_map(model: Any, n_gpus: int) -> dict[str, int]:
 
 
 def ways(device_map: Mapping[str, int]) -> list[Way]:
-    """One GPU, accelerate's dispatch and ours."""
+    """One GPU, accelerate's dispatch, and ours with as many micro-batches in flight as by default and as there are GPUs."""
     import accelerate
 
     from verl_shard.runtime.micro_batches import run_micro_batches
     from verl_shard.runtime.pipeline import dispatch_model
 
-    def ours(model: Any, batches: Sequence[Mapping[str, Any]], train: bool) -> Sequence[Any]:
-        if train:
-            return run_micro_batches(model, batches, in_flight=len(batches)).losses
-        made = run_micro_batches(model, batches, lambda o, b: o.loss, in_flight=len(batches), forward_only=True)
-        return made.results
+    n_gpus = len(set(device_map.values()))
 
-    several = len(set(device_map.values())) > 1
+    def ours(in_flight: Any) -> Callable[[Any, Sequence[Mapping[str, Any]], bool], Sequence[Any]]:
+        def step(model: Any, batches: Sequence[Mapping[str, Any]], train: bool) -> Sequence[Any]:
+            if train:
+                return run_micro_batches(model, batches, in_flight=in_flight).losses
+            made = run_micro_batches(model, batches, lambda o, b: o.loss, in_flight=in_flight, forward_only=True)
+            return made.results
+
+        return step
+
+    def lay_out(model: Any) -> None:
+        dispatch_model(model, device_map, force_hooks=n_gpus == 1)
+
     return [
         Way("one GPU", lambda model: None, one_by_one),
         Way(
@@ -158,7 +189,8 @@ def ways(device_map: Mapping[str, int]) -> list[Way]:
             lambda model: accelerate.dispatch_model(model, dict(device_map), force_hooks=True),
             one_by_one,
         ),
-        Way("ours", lambda model: dispatch_model(model, device_map, force_hooks=not several), ours),
+        Way("ours", lay_out, ours("auto")),
+        Way("ours, one in flight a GPU", lay_out, ours(n_gpus)),
     ]
 
 

@@ -121,7 +121,10 @@ def pipeline(
     gpus: Annotated[int | None, typer.Option(help="How many GPUs; by default all there are.", min=1)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """A model over this machine's GPUs in micro-batches: our dispatch, accelerate's, and one GPU; seconds and memory."""
+    """A model over this machine's GPUs in micro-batches: our dispatch, accelerate's, and one GPU; seconds and memory.
+
+    On one GPU: our dispatch beside the plain model, and an update by verl's worker over our engine beside a loop by hand.
+    """
     from verl_shard.bench.pipeline import bench_pipeline
 
     bench_pipeline(result=out, model=model, runs=runs, gpus=gpus, as_json=json)

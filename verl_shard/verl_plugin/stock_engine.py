@@ -46,6 +46,10 @@ class Setup:
     attn_implementation: str = "sdpa"
     ref_offload: str = "none"
     """Of our engine's reference."""
+    use_kl_loss: bool = True
+    """Of the actor."""
+    precision: str | None = None
+    """Of our engine, in the place of model_dtype's."""
 
     @property
     def token_budget(self) -> int:
@@ -191,7 +195,9 @@ class StockRole:
             self.worker.reset()
         strategy = "fsdp" if setup.strategy == "device_map" else setup.strategy  # the losses read other fields only
         if role == "actor":
-            actor = ActorConfig(strategy=strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=micro, use_kl_loss=True)
+            actor = ActorConfig(
+                strategy=strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=micro, use_kl_loss=setup.use_kl_loss
+            )
             self.worker.set_loss_fn(partial(ppo_loss, config=actor))
         elif role == "critic":
             critic = CriticConfig(strategy=strategy, ppo_micro_batch_size_per_gpu=micro)
@@ -201,20 +207,28 @@ class StockRole:
         """old_log_prob, ref_log_prob or values, as trainer_base.py asks for them."""
         self.worker.infer_batch(self._batch(calculate_entropy=self.role == "actor", compute_loss=False))
 
-    def update(self) -> float:
+    def update(self, batch: Any = None) -> float:
         """update_actor or update_critic over one mini-batch; returns the norm of the gradients.
 
         A norm that is not finite would mean that verl skipped the optimizer's step.
         """
-        n = len(self.setup.lengths)
-        batch = self._batch(
-            calculate_entropy=False, global_batch_size=n, mini_batch_size=n, epochs=1, seed=1,
-            dataloader_kwargs={"shuffle": False},
-        )  # fmt: skip
         from verl.utils import tensordict_utils as tu
 
-        norm = tu.get(self.worker.train_mini_batch(batch), "metrics")["grad_norm"]
+        given = self.training_batch() if batch is None else batch
+        norm = tu.get(self.worker.train_mini_batch(given), "metrics")["grad_norm"]
         return float(norm[0] if isinstance(norm, list) else norm)
+
+    def training_batch(self, micro_batch_size: int | None = None, **values: float) -> Any:
+        """A mini-batch for `update`. values: of tensors that are the same for all tokens of responses."""
+        n = len(self.setup.lengths)
+        sizes = {} if micro_batch_size is None else {"micro_batch_size_per_gpu": micro_batch_size}
+        batch = self._batch(
+            calculate_entropy=False, global_batch_size=n, mini_batch_size=n, epochs=1, seed=1,
+            dataloader_kwargs={"shuffle": False}, **sizes,
+        )  # fmt: skip
+        for name, value in values.items():
+            batch[name] = torch.full_like(batch[name], value)
+        return batch
 
     def generate(self) -> None:
         """Responses to all prompts at once, as our rollout generates them on the actor's module."""
@@ -279,7 +293,7 @@ def _ours(role: Role, setup: Setup) -> Any:
     precision = "bf16" if role == "ref" or setup.model_dtype == "bf16" else "bf16-mixed"
     micro = setup.micro_batch_size_per_gpu
     return DeviceMapEngineConfig(
-        role=role, device_map="cpu" if get_device_name() == "cpu" else {"": 0}, precision=precision,
+        role=role, device_map="cpu" if get_device_name() == "cpu" else {"": 0}, precision=setup.precision or precision,
         forward_only=role == "ref", use_dynamic_bsz=False, micro_batch_size_per_gpu=micro,
         infer_micro_batch_size_per_gpu=micro, offload=setup.ref_offload if role == "ref" else "none",
     )  # fmt: skip
