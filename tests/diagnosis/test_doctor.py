@@ -10,7 +10,7 @@ from diagnosis.test_doctor_machines import GPUS, NO_GPU, PACKAGES, SOUND, bad, p
 
 from verl_shard.common.tables import as_text
 from verl_shard.diagnosis.doctor import FAMILIES, Report, examine
-from verl_shard.diagnosis.doctor_facts import Trouble
+from verl_shard.diagnosis.doctor_facts import Ray, RayNode, Trouble
 from verl_shard.diagnosis.doctor_network import gloo_interfaces, nccl_interfaces
 
 
@@ -33,6 +33,11 @@ def test_a_machine_without_gpu_verl_and_ray_says_so() -> None:
     assert found["torch"] == "2.11.0+cpu, built for CPUs"
     assert found["Ray"] == "not installed; it comes with the extra [verl]"
     assert found["flash-attn"] == "not installed, and not needed without a GPU"
+
+
+def test_a_gpu_that_is_made_up_for_ray_on_a_cpu_machine_is_no_fault() -> None:
+    ray = Ray("2.60.0", 0, 192.0, "10.0.0.1:6379", "RAY_ADDRESS", nodes=(RayNode("node1", 1, 16),), free_gpus=1)
+    assert [check.code for check in bad(replace(NO_GPU, ray=ray))] == ["no-gpu"]
 
 
 def test_no_torch_and_no_shared_memory() -> None:

@@ -195,6 +195,26 @@ def test_ray_is_not_asked_to_join_what_does_not_answer(tmp_path: Path, monkeypat
     monkeypatch.delitem(sys.modules, "ray")
 
 
+def test_a_cluster_that_asks_for_a_token_says_so_on_stderr_only(tmp_path: Path) -> None:
+    # What Ray 2.60 writes when it is to join a cluster that `ray start` began, and then raises.
+    source = (
+        "import sys\n__version__ = '2.60.0'\n"
+        "def init(**_):\n"
+        "    print('gcs_client.cc:210: Failed to get cluster ID from GCS server: RPC error: InvalidAuthToken: '\n"
+        "          'Authentication token is missing or incorrect', file=sys.stderr)\n"
+        "    raise ConnectionError('Failed to connect to Ray cluster at ...')\n"
+    )
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        found = child(["ray", address], 20, bare(fake(tmp_path, "ray", source)), flags=("-S",))
+    assert as_ray(found, address, "RAY_ADDRESS") == Ray(
+        "2.60.0", address=address, address_from="RAY_ADDRESS",
+        error="InvalidAuthToken: Authentication token is missing or incorrect",
+    )  # fmt: skip
+
+
 def test_a_cluster_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
         "__version__ = '2.60.0'\n"

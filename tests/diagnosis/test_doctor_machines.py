@@ -316,6 +316,9 @@ WRONG: dict[str, tuple[dict[str, Any], list[tuple[str, str, str]], str]] = {
     "what a dead cluster left": (
         {"ray": Ray("2.60.0", 8, 192.0, "10.0.0.1:6379", "/tmp/ray/ray_current_cluster", "Connection refused")},
         [("fault", "ray-unreachable", "Ray")], "ray stop"),
+    "a cluster that asks for a token": (
+        {"ray": Ray("2.60.0", 8, 192.0, "10.0.0.1:6379", "RAY_ADDRESS", "InvalidAuthToken: Authentication token is missing")},
+        [("fault", "ray-token", "Ray")], "RAY_AUTH_MODE=token"),
     "the dashboard's address": (
         {"ray": Ray("2.60.0", 8, 192.0, "http://head:8265", "RAY_ADDRESS"), "env": {"RAY_ADDRESS": "http://head:8265"}},
         [("fault", "ray-address-http", "Ray")], "head:6379"),
@@ -333,7 +336,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[tuple[str, str, str]], str]] = {
         {**cluster(("node1", 8, 192)), **torch(gpus=GPUS[:4]), "driver": DRIVER[:4]},
         [("fault", "ray-more-gpus", "counts")], "ray stop"),
     "a cluster of others": (cluster(("node7", 8, 192)), [("warning", "not-in-cluster", "counts")], "10.0.0.1:6379"),
-    "a cluster with few CPUs": (cluster(("node1", 8, 23)), [("fault", "ray-few-cpus", "counts")], "--num-cpus 3"),
+    "a cluster with few CPUs": (cluster(("node1", 8, 23)), [("fault", "ray-few-cpus", "counts")], "--num-cpus 24 on each"),
     "nodes that differ": (
         cluster(("node1", 8, 192), ("node2", 4, 192)),
         [("warning", "uneven-nodes", "counts")], "n_gpus_per_node=4"),

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 MARK = "@doctor "
+WRONG_TOKEN = "InvalidAuthToken"
 CONNECT_S = 3.0
 Tell = Callable[[dict[str, Any]], None]
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import util
 from typing import Any, Literal
 
-from verl_shard.diagnosis.doctor_child import MARK
+from verl_shard.diagnosis.doctor_child import MARK, WRONG_TOKEN
 from verl_shard.diagnosis.doctor_facts import DriverGpu, Facts, Flash, Gpu, Ray, RayNode, Torch, Trouble
 from verl_shard.diagnosis.doctor_machine import ray_address, read_machine
 
@@ -65,6 +65,8 @@ def child(
     for line in printed.splitlines():
         if line.startswith(MARK):
             found.update(json.loads(line.removeprefix(MARK)))
+    if WRONG_TOKEN in printed:  # Ray writes it to stderr again and again, and raises something vague after 20 s
+        found["error"] = f"{WRONG_TOKEN}: Authentication token is missing or incorrect"
     if "trouble" in found:
         return Trouble(found["trouble"], found["text"])
     if code is None:

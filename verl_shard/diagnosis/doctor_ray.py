@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_shard.diagnosis.doctor_child import WRONG_TOKEN
 from verl_shard.diagnosis.doctor_facts import Check, Facts, Ray, Trouble, bad, ok
 from verl_shard.diagnosis.doctor_host import CPUS_PER_GPU
 from verl_shard.diagnosis.doctor_network import RAY_PORT
@@ -37,6 +38,13 @@ def cluster(facts: Facts) -> Iterator[Check]:
             why="that is the dashboard, for ray job submit; ray.init, which verl calls, refuses it",
             fix=f"unset RAY_ADDRESS on a machine of the cluster, or give the head's port: {_host(address)}:{RAY_PORT}",
             source="Ray 2.60: ValueError: Invalid Ray address; tried",
+        )  # fmt: skip
+    elif WRONG_TOKEN in ray.error:
+        yield bad(
+            "fault", "Ray", "ray-token", f"{ray.address}: {ray.error}",
+            why="this cluster asks for a token, as ray start chooses by itself",
+            fix="export RAY_AUTH_MODE=token; on another machine also copy the token there (~/.ray/auth_token)",
+            source="https://docs.ray.io/en/latest/ray-security/token-auth.html; tried with Ray 2.60",
         )  # fmt: skip
     elif ray.error:
         given = ray.address_from == "RAY_ADDRESS"
@@ -85,7 +93,7 @@ def counts(facts: Facts) -> Iterator[Check]:
 def _cluster_counts(facts: Facts, ray: Ray, seen: int) -> Iterator[Check]:
     here = next((node for node in ray.nodes if node.host == facts.host), None)
     gpus, cpus = sum(node.gpus for node in ray.nodes), sum(node.cpus for node in ray.nodes)
-    restart = "ray stop, then ray start (with CUDA_VISIBLE_DEVICES unset, or --num-gpus)"
+    restart = f"ray stop, then ray start --num-gpus {seen}"
     if here is None:
         hosts = ", ".join(node.host for node in ray.nodes)
         yield bad(
@@ -98,7 +106,7 @@ def _cluster_counts(facts: Facts, ray: Ray, seen: int) -> Iterator[Check]:
             "fault", "counts", "ray-fewer-gpus", f"{here.gpus:g} GPUs here, and torch sees {seen}",
             why="Ray counted when it was started: other visible GPUs, or --num-gpus", fix=restart, source="ray.nodes()",
         )  # fmt: skip
-    elif here.gpus > seen:
+    elif here.gpus > seen and facts.has_gpu:  # without a GPU, verl on CPUs is given one that is made up
         yield bad(
             "fault", "counts", "ray-more-gpus", f"{here.gpus:g} GPUs here, and torch sees {seen}",
             why="workers placed on one that is not there fail", fix=restart, source="ray.nodes()",
@@ -107,7 +115,7 @@ def _cluster_counts(facts: Facts, ray: Ray, seen: int) -> Iterator[Check]:
         yield bad(
             "fault", "counts", "ray-few-cpus", f"{cpus:g} CPUs for {gpus:g} GPUs",
             why=f"verl asks for {CPUS_PER_GPU} CPUs with each GPU, and waits for ever when they are not there",
-            fix=f"ray start --num-cpus {CPUS_PER_GPU} times a node's GPUs (Ray only counts them)",
+            fix=f"ray start --num-cpus {CPUS_PER_GPU * max(node.gpus for node in ray.nodes):g} on each node (it only counts them)",
             source="verl 0.9.1: single_controller/ray/base.py, max_colocate_count=3",
         )  # fmt: skip
     uneven = {node.gpus for node in ray.nodes if node.gpus}
