@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from diagnosis.evidence import ALSO_SEEN, LOGS, PROVOKED, QUOTES, REPORTS, log
+from diagnosis.evidence import ALSO_SEEN, LOGS, PROVOKED, QUOTES, REPORTS, THREADS, log
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +62,11 @@ def test_what_others_reported_is_explained(quote: dict[str, Any]) -> None:
         assert round(cause.memory.over / 2**20) == quote["over"]
     for said in quote.get("said", ()):
         assert said in cause.title + cause.cause
+
+
+@pytest.mark.parametrize("thread", THREADS, ids=lambda thread: thread["url"].removeprefix("https://github.com/"))
+def test_what_no_pattern_was_written_from_is_explained(thread: dict[str, Any]) -> None:
+    assert fault_of(explain_lines(thread["log"].splitlines())) == thread["fault"]
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: report["ref"])
@@ -204,6 +209,12 @@ def test_other_lines_and_prefixes_change_nothing(name: str, seed: int, prefix: b
             plain.cause.place.phase,
         )
         assert changed.cause.frames == plain.cause.frames
+
+
+def test_code_that_a_traceback_shows_is_not_what_was_said() -> None:
+    cause = explain_lines(log("loss_agg_mode")).cause
+    assert cause is not None
+    assert cause.title == "verl 0.9.1 does not do this: Invalid loss_agg_mode: mean"
 
 
 def test_two_tracebacks_line_by_line_are_told_apart() -> None:

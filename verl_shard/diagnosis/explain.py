@@ -172,6 +172,7 @@ class _Process:
         self.since = 0
         self.waiting: list[_Waiting] = []
         self.ignored = False
+        self.source_next = False
 
     def begin(self, task: Task | None = None) -> None:
         self.frames, self.ended, self.since = [], False, 0
@@ -229,7 +230,10 @@ class Explainer:
         process = self._processes.setdefault(line.process, _Process())
         if _STEP.search(text):
             self._steps.append(line.number)
+        source = process.source_next and text.startswith(" ")
         self._follow(process, text)
+        if source and not text.lstrip().startswith("assert "):
+            return  # code that a traceback shows: what would be raised, with the names of variables instead of values
         self._take_details(process, text)
         fault, match = self._look_up(text, faults, process)
         exception = _EXCEPTION.match(text)
@@ -256,6 +260,9 @@ class Explainer:
             process.begin(task)
         elif 'File "' in text and (frame := read_frame(text)):
             process.frame(frame)
+            process.source_next = True
+            return
+        process.source_next = False
 
     def _look_up(
         self, text: str, faults: Sequence[Fault], process: _Process

@@ -7,6 +7,7 @@ writes tests/diagnosis/logs/NAME.log, with the paths of this machine taken out. 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -178,6 +179,65 @@ CASES = {
         from verl_shard.verl_plugin.failures import too_many
         raise too_many({"a": {"kind": "reward", "error": "KeyError: 'answer'", "where": "reward.py:7"}}, 0)
     """,
+    "micro_batch_no_divisor": """
+        import torch
+        from tensordict import TensorDict
+        from verl.utils import tensordict_utils as tu
+        from verl.workers.engine.utils import prepare_micro_batches
+        batch = TensorDict({"x": torch.zeros(10, 2)}, [10])
+        tu.assign_non_tensor(batch, use_dynamic_bsz=False, micro_batch_size_per_gpu=4, sp_size=1)
+        prepare_micro_batches(batch)
+    """,
+    "fewer_items_than_ranks": """
+        from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+        get_seqlen_balanced_partitions([10, 20, 30], k_partitions=8, equal_size=False)
+    """,
+    "rollout_mode_sync": _validate("actor_rollout_ref.rollout.mode=sync")
+    + """
+    from verl.utils.config import omega_conf_to_dataclass
+    omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    """,
+    "loss_agg_mode": _validate("actor_rollout_ref.actor.loss_agg_mode=mean"),
+    "unknown_strategy": """
+        from verl.workers.engine.base import EngineRegistry
+        import verl.workers.engine
+        EngineRegistry.new(model_type="language_model", backend="fsdp9")
+    """,
+    "primary_config": """
+        from hydra import compose, initialize_config_module
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            compose("ppo_trainr")
+    """,
+    "override_parsed_wrong": """
+        from hydra import compose, initialize_config_module
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            compose("ppo_trainer", overrides=["trainer.logger=[console"])
+    """,
+    "numpy_memory": "import numpy; numpy.zeros(1 << 50, dtype=numpy.uint8)",
+    "keys_missing_in_checkpoint": "import torch; torch.nn.Linear(4, 4).load_state_dict({})",
+    "model_type_missing": """
+        import pathlib, tempfile
+        from transformers import AutoConfig
+        folder = pathlib.Path(tempfile.mkdtemp()); (folder / "config.json").write_text("{}")
+        AutoConfig.from_pretrained(folder)
+    """,
+    "folder_without_config": """
+        import tempfile
+        from transformers import AutoConfig
+        AutoConfig.from_pretrained(tempfile.mkdtemp())
+    """,
+    "hub_not_reached": "from transformers import AutoConfig; AutoConfig.from_pretrained('Qwen/Qwen2-7B-Instruct')",
+    "name_moved": "from transformers import AutoModelForVision2Seq, AdamW",
+    "no_more_threads": """
+        import resource, threading, time
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        threading.stack_size(256 << 20)
+        for _ in range(50): threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
+    """,
+    "client_timeout": """
+        import datetime, torch.distributed as dist
+        dist.TCPStore("127.0.0.1", 29_875, world_size=2, is_master=False, timeout=datetime.timedelta(seconds=2))
+    """,
     "only_first_gpu": _TINY + """
     from accelerate import init_empty_weights, infer_auto_device_map
     with init_empty_weights():
@@ -259,7 +319,7 @@ def main(names: list[str]) -> None:
             script.write_text(code, encoding="utf-8")
             done = subprocess.run(
                 [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
-                cwd=folder, env={**__import__("os").environ, "HYDRA_FULL_ERROR": "0", "HF_HUB_OFFLINE": "1"},
+                cwd=folder, env={**os.environ, "HYDRA_FULL_ERROR": "0", "HF_HUB_OFFLINE": "1"},
             )  # fmt: skip
             said = done.stdout.decode(errors="replace").replace(str(script), "run.py").replace(folder, "/tmp/t")
         (LOGS / f"{name}.log").write_text(scrub(said), encoding="utf-8")
