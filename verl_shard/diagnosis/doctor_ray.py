@@ -93,6 +93,7 @@ def counts(facts: Facts) -> Iterator[Check]:
 def _cluster_counts(facts: Facts, ray: Ray, seen: int) -> Iterator[Check]:
     here = next((node for node in ray.nodes if node.host == facts.host), None)
     gpus, cpus = sum(node.gpus for node in ray.nodes), sum(node.cpus for node in ray.nodes)
+    most = CPUS_PER_GPU * max(node.gpus for node in ray.nodes)
     restart = f"ray stop, then ray start --num-gpus {seen}"
     if here is None:
         hosts = ", ".join(node.host for node in ray.nodes)
@@ -115,7 +116,7 @@ def _cluster_counts(facts: Facts, ray: Ray, seen: int) -> Iterator[Check]:
         yield bad(
             "fault", "counts", "ray-few-cpus", f"{cpus:g} CPUs for {gpus:g} GPUs",
             why=f"verl asks for {CPUS_PER_GPU} CPUs with each GPU, and waits for ever when they are not there",
-            fix=f"ray start --num-cpus {CPUS_PER_GPU * max(node.gpus for node in ray.nodes):g} on each node (it only counts them)",
+            fix=f"ray start --num-cpus {most:g} on each node (Ray only counts them)",
             source="verl 0.9.1: single_controller/ray/base.py, max_colocate_count=3",
         )  # fmt: skip
     uneven = {node.gpus for node in ray.nodes if node.gpus}
