@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from shapes import small_qwen2
 
 from verl_shard.cli.main import run
+from verl_shard.planning import build
 from verl_shard.planning.plan import Plan
 
 FEW = ["--train-batch-size", "8", "--prompt-length", "16", "--response-length", "16"]
@@ -64,3 +67,67 @@ def test_all_faults_at_once_and_exit_code_2(model: str, capsys: pytest.CaptureFi
 def test_what_cannot_be_meant(model: str, given: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *(["--actor", model] if given else []), *given]) == 2
     assert why in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "device_map"])
+def test_the_command_alone_is_printed(
+    backend: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        "plan",
+        "--actor",
+        model,
+        "--gpus",
+        "2",
+        "--gpu",
+        "a100-80g",
+        "--backend",
+        backend,
+        "--algorithm",
+        "grpo",
+        *FEW,
+    ]
+    assert run([*given, "--emit", "overrides", "--save", str(tmp_path / "plan.yaml")]) == 0
+    captured = capsys.readouterr()
+    words = shlex.split(captured.out.replace("\\\n", ""))
+    ours = backend == "device_map"
+    first = ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1"] if ours else []
+    assert words[: 3 + len(first)] == [*first, "python3", "-m", "verl.trainer.main_ppo"]
+    assert all("=" in word for word in words[3 + len(first) :])
+    assert (f"actor_rollout_ref.actor.device_map.plan={tmp_path / 'plan.yaml'}" in words) == ours
+    assert captured.err == ""
+
+
+def test_no_command_for_what_does_not_fit_or_verl_cannot_have(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [
+        "plan",
+        "--actor",
+        model,
+        "--gpus",
+        "1",
+        "--gpu",
+        "a100-80g",
+        "--algorithm",
+        "grpo",
+        "--emit",
+        "overrides",
+        *FEW,
+    ]
+    assert run([*few, "--set", "actor.in_flight=2"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "actor.in_flight = 2: verl's loop runs the backward" in captured.err
+    assert run([*few, "--json"]) == 2
+    assert "--json prints something else" in capsys.readouterr().err
+    assert run([*few[:-1], "yaml"]) == 2
+    assert "--emit = yaml" in capsys.readouterr().err
+    made = build.build_plan
+    monkeypatch.setattr(
+        build, "build_plan", lambda *given, **more: replace(made(*given, **more), fits=False, fits_with="Take 8.")
+    )
+    assert run(few) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "the plan does not fit, so that nothing is started on it. Take 8." in " ".join(captured.err.split())
