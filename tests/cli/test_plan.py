@@ -111,9 +111,9 @@ def test_no_command_for_what_does_not_fit_or_verl_cannot_have(
         "a100-80g",
         "--algorithm",
         "grpo",
+        *FEW,
         "--emit",
         "overrides",
-        *FEW,
     ]
     assert run([*few, "--set", "actor.in_flight=2"]) == 2
     captured = capsys.readouterr()
