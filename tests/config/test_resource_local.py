@@ -129,3 +129,19 @@ def test_ppo_trainer_knows_every_key() -> None:
         "batch_size",
     }
     assert used <= known
+
+
+def test_ppo_trainer_places_the_articles_components(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from verl_shard.training.placement import read_places
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShardNotice)
+        places = read_places(as_resource_config(ARTICLE), ("actor", "reward"), lora=False)
+    assert {role: place.devices for role, place in places.roles.items()} == {"actor": (0, 1), "reward": (2,)}
+    copies = as_resource_config({"reward": {"device_ids": [1, 3], "strategy": "data_parallel"}})
+    place = read_places(copies, ("actor", "reward"), lora=False).roles["reward"]
+    assert (place.devices, place.copies) == ((1, 3), True)
