@@ -37,3 +37,14 @@ def read_role(path: str | Path, role: str) -> dict[str, Any]:
             "role-not-planned", where, role, f"it plans {', '.join(roles) or 'no role'}", f"Add an entry for {role}"
         )
     return dict(roles[role])
+
+
+def planned_peak(path: str | Path, phase: str) -> int | None:
+    """Bytes that a plan expects a phase to take of its fullest GPU; None where it says only where models are."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return None
+    rows = content.get("phases") or () if isinstance(content, dict) else ()
+    peaks = [peak for row in rows if row.get("phase") == phase for peak in row.get("peaks", {}).values()]
+    return max(peaks, default=None)

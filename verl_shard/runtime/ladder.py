@@ -107,11 +107,13 @@ class Ladder:
         *,
         undo: Callable[[], None],
         too_large: Callable[[str], str],
+        settle: Callable[[], None] = lambda: None,
         agree: Callable[[int], int] = int,
     ) -> Result:
         """What run(pieces) gives; after memory ran out, again from the same random state with smaller pieces.
 
-        undo: clears what a failed run leaves, such as gradients. agree: the worst of what all processes that work on the
+        undo: clears what a failed run leaves, such as gradients. settle: called before it in the process that failed: what
+        others wait for. agree: the worst of what all processes that work on the
         batch together say (WELL, SHORT or STUCK), so that all go on alike. too_large: the message when even the smallest
         piece does not fit, from torch's words.
         Raises DoesNotFitError with that message, in every process.
@@ -128,6 +130,9 @@ class Ladder:
                 # Only its words are kept: its frames hold the activations that must go.
                 said = one_line(error)
                 state = SHORT if pieces.smaller() is not None else STUCK
+            if state != WELL:
+                give_memory_back()
+                settle()
             worst = agree(state)
             if worst == WELL:
                 return result  # type: ignore[return-value]

@@ -33,6 +33,7 @@ from verl_shard.verl_plugin import hooks
 from verl_shard.verl_plugin.config import not_as_planned, untrainable
 from verl_shard.verl_plugin.engine_batches import MicroBatches
 from verl_shard.verl_plugin.engine_inputs import on_host
+from verl_shard.verl_plugin.engine_pieces import InPieces
 from verl_shard.verl_plugin.gradients import GradientAverager, same_parameters
 
 ENGINES: dict[str, DeviceMapEngine] = {}
@@ -82,7 +83,9 @@ class DeviceMapEngine(FSDPEngine):
 
     step = 0
     """The global step being worked on, told by the rollout's weight update; for the memory record."""
-    _averager: GradientAverager | None = None
+    averager: GradientAverager | None = None
+    pieces: Mapping[str, InPieces] = {}
+    """By pass, "forward" and "train": what is done in smaller pieces after memory ran out."""
     _made_batches: MicroBatches | None = None
     _planned: Mapping[str, Any] = {}
 
@@ -92,7 +95,11 @@ class DeviceMapEngine(FSDPEngine):
         super().initialize()
         if self.get_data_parallel_size() > 1 and not self.engine_config.forward_only:
             same_parameters(self.module, self.get_data_parallel_group())
-            self._averager = GradientAverager(self.module, self.get_data_parallel_group())
+            self.averager = GradientAverager(self.module, self.get_data_parallel_group())
+        self.pieces = {
+            phase: InPieces(self, forward_only=phase == "forward")
+            for phase in (("forward",) if self.engine_config.forward_only else ("forward", "train"))
+        }
         ENGINES[self.engine_config.role] = self
 
     def _build_module(self) -> torch.nn.Module:
@@ -136,6 +143,8 @@ class DeviceMapEngine(FSDPEngine):
                 trust_remote_code=model.trust_remote_code,
                 autocast_dtype=self._autocast_dtype,
                 offload=settings.get("offload") or engine.offload,
+                embeddings_on_host=settings.get("embeddings_on_host", False),
+                pin_limit=settings.get("pin_limit"),
             )
         if model.use_fused_kernels:
             hooks.patch_fused_kernels(module, model)
@@ -151,10 +160,10 @@ class DeviceMapEngine(FSDPEngine):
         verl's losses are sums over this process's samples, divided by the counts of all processes and multiplied by their
         number: their average is the gradient of the whole mini-batch.
         """
-        if self._averager is None or not is_last_micro_batch:
+        if self.averager is None or not is_last_micro_batch:
             yield
             return
-        with self._averager.averaging():
+        with self.averager.averaging():
             yield
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -173,14 +182,22 @@ class DeviceMapEngine(FSDPEngine):
     ) -> Any:
         phase = "forward" if forward_only else "train"
         step = ENGINES.get("actor", self).step
-        with (
-            record_memory(self.engine_config.role, phase, step) as record,
-            several_calls(self.module, each=_calls(data)),
-        ):
-            batches = self._batches()
-            output = batches.run(data, loss_function, forward_only=forward_only)
-            record["in_flight"] = batches.most
+        pieces = self.pieces[phase]
+
+        def run(cut: TensorDict) -> Any:
+            with several_calls(self.module, each=_calls(cut)):
+                return self._batches().run(cut, loss_function, forward_only=forward_only)
+
+        with record_memory(self.engine_config.role, phase, step) as record:
+            output = pieces.run(run, data, lambda: self._batches().at)
+            record["in_flight"] = self._batches().most
+            if pieces.ladder.taken:
+                record["remedies"] = pieces.ladder.taken
             return output
+
+    def in_flight(self, *, forward_only: bool) -> int:
+        """Micro-batches in flight at most, before memory is looked at."""
+        return self._batches().window_of(forward_only=forward_only).most
 
     def _batches(self) -> MicroBatches:
         """Made anew where the module was laid out anew, or adapted."""

@@ -41,6 +41,8 @@ _STEP = 256
 """Traces are made for lengths that are multiples of it, so that a few serve all batches."""
 
 LossFunction = Callable[..., Any]
+IN_FLIGHT = "verl_shard_in_flight"
+"""Key of a batch that is to be worked on with fewer micro-batches in flight than the engine would have."""
 
 
 class MicroBatches:
@@ -56,6 +58,8 @@ class MicroBatches:
         self._traced: tuple[int, Trace | None] = (0, None)
         self.most = 1
         """The most that were in flight in the last mini-batch."""
+        self.at: dict[str, Any] = {}
+        """The micro-batch worked on last: "rows" of the mini-batch, and their "tokens"."""
 
     def run(self, data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool) -> Any:
         """FSDPEngine.forward_backward_batch of verl 0.9, whose forwards go on while losses are computed."""
@@ -68,6 +72,14 @@ class MicroBatches:
             data=data, dp_group=engine.get_data_parallel_group(), same_micro_num_in_dp=True
         )
         made: list[dict[str, Any]] = []
+        rows = _rows(batches, indices)
+
+        def begun(number: int) -> None:
+            self.at = {"rows": rows[number], "tokens": batches[number]["input_ids"].offsets().diff().tolist()}
+
+        def forward(number: int) -> tuple[Prepared, Any]:
+            begun(number)
+            return self.forward(batches[number])
 
         def finish(number: int, passed: tuple[Prepared, Any]) -> torch.Tensor | None:
             del number
@@ -78,6 +90,7 @@ class MicroBatches:
             return loss
 
         def backward(number: int, loss: torch.Tensor) -> None:
+            begun(number)
             last = number == len(batches) - 1
             with engine._gradient_sync_context(is_last_micro_batch=last), outside_autocast():
                 torch.autograd.backward(loss)
@@ -88,9 +101,9 @@ class MicroBatches:
             self.most = issue(
                 self.pipe,
                 len(batches),
-                lambda number: self.forward(batches[number]),
+                forward,
                 finish,
-                window=self._window(batches, forward_only),
+                window=self._window(batches, data, forward_only),
                 backward=None if forward_only else backward,
             )
         for output in made:  # only now: each of these waits for a GPU
@@ -140,12 +153,17 @@ class MicroBatches:
             torch.distributed.all_reduce(count, group=engine.get_data_parallel_group())
         return int(count)
 
-    def _window(self, batches: list[TensorDict], forward_only: bool) -> Window:
+    def window_of(self, *, forward_only: bool) -> Window:
+        """Before memory is looked at: as many as are asked for."""
+        return Window(self.pipe, self.in_flight, forward_only=forward_only)
+
+    def _window(self, batches: list[TensorDict], data: TensorDict, forward_only: bool) -> Window:
         pipe, free = self.pipe, self._free
-        if pipe is None:
-            return Window(None, "auto")
+        fewer = tu.get_non_tensor_data(data=data, key=IN_FLIGHT, default=None)
+        if pipe is None or fewer is not None:
+            return Window(pipe, "auto" if pipe is None else fewer)
         if forward_only or self.in_flight != "auto":
-            return Window(pipe, self.in_flight, forward_only=forward_only)
+            return self.window_of(forward_only=forward_only)
         if free is None:
             return Window(pipe, "auto", meant_for_others=self._unmade(pipe))
         return Window(pipe, "auto", limits=free, beside_one=True, trace=self._trace(batches), model=self._engine.module)
@@ -184,3 +202,14 @@ class MicroBatches:
                 _log.info("%s is not traced, so that what its micro-batches keep is counted: %s", module, error)
         self._traced = (rows * longest, made)
         return made
+
+
+def _rows(batches: list[TensorDict], indices: list[list[int]] | None) -> list[list[int]]:
+    """Of each micro-batch, which rows of the mini-batch it has."""
+    if indices is not None:
+        return indices
+    made, at = [], 0
+    for batch in batches:
+        made.append(list(range(at, at + len(batch))))
+        at += len(batch)
+    return made

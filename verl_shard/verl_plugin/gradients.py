@@ -40,6 +40,11 @@ class _Bucket:
         self.flat = torch.cat([marks, *(part.reshape(-1) for part in parts)])
         self.work = torch.distributed.all_reduce(self.flat, group=group, async_op=True)
 
+    def drop(self) -> None:
+        """Waits for it, and makes nothing of it."""
+        self.work.wait()
+        self.flat = self.work = None
+
     def finish(self, size: int) -> None:
         assert self.flat is not None, "started first"
         self.work.wait()
@@ -84,6 +89,7 @@ class GradientAverager:
         self._params = [param for param in module.parameters() if param.requires_grad]
         self._bucket_bytes = bucket_bytes
         self._settled = False
+        self._started = self._finished = 0
         self._arrange(frozenset())
 
     def _arrange(self, silent: Collection[int]) -> None:
@@ -110,7 +116,6 @@ class GradientAverager:
 
         Buckets leave in one order in all processes, whichever is complete first: collectives are matched by their order.
         """
-        started = finished = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.params)
         # Each GPU has a thread of its own in a backward.
@@ -118,17 +123,16 @@ class GradientAverager:
         heard: set[int] = set()
 
         def arrived(param: torch.Tensor) -> None:
-            nonlocal started, finished
             with lock:
                 heard.add(id(param))
                 self._bucket_of[id(param)].missing -= 1
-                while started < len(self.buckets) and self.buckets[started].missing == 0:
-                    self.buckets[started].start(self.group)
-                    started += 1
+                while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
+                    self.buckets[self._started].start(self.group)
+                    self._started += 1
                     # A bucket is a copy of its gradients: only a few are there at a time.
-                    if started - finished > UNDER_WAY:
-                        self.buckets[finished].finish(self.size)
-                        finished += 1
+                    if self._started - self._finished > UNDER_WAY:
+                        self.buckets[self._finished].finish(self.size)
+                        self._finished += 1
 
         params: list[Any] = [param for bucket in self.buckets for param in bucket.params]
         hooks = [param.register_post_accumulate_grad_hook(arrived) for param in params]
@@ -137,12 +141,34 @@ class GradientAverager:
         finally:
             for hook in hooks:
                 hook.remove()
-        for bucket in self.buckets[started:]:
-            bucket.start(self.group)
-        for bucket in self.buckets[finished:]:
-            bucket.finish(self.size)
+        while self._started < len(self.buckets):
+            self.buckets[self._started].start(self.group)
+            self._started += 1
+        while self._finished < len(self.buckets):
+            self.buckets[self._finished].finish(self.size)
+            self._finished += 1
+        self._started = self._finished = 0
         if not self._settled:
             self._settle(heard)
+
+    def catch_up(self) -> None:
+        """After a failure in this process, wherever it was in a mini-batch: joins what the others wait for.
+
+        They go on to the end of the mini-batch, and average with what is sent here: it is of no use, and they have to be
+        told. One bucket at a time, as memory may be short.
+        """
+        for bucket in self.buckets[self._finished : self._started]:
+            bucket.drop()
+        for bucket in self.buckets[self._started :]:
+            bucket.start(self.group)
+            bucket.drop()
+        self._started = self._finished = 0
+        if not self._settled:
+            self._settle({id(param) for param in self._params})
+
+    def again(self) -> None:
+        """After a mini-batch of no use: which parameters get a gradient is not known from it."""
+        self._settled = False
 
 
 def same_parameters(module: nn.Module, group: Any) -> None:

@@ -1,0 +1,138 @@
+"""A mini-batch on our engine when a GPU's memory runs out: done again in smaller pieces, by all processes alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+
+from verl_shard.common.errors import ShardError
+from verl_shard.common.notices import record_event
+from verl_shard.common.units import format_bytes
+from verl_shard.memory.estimate import estimate_memory
+from verl_shard.planning.plan_file import planned_peak
+from verl_shard.runtime.ladder import Ladder, Pieces, is_out_of_memory
+from verl_shard.runtime.oom_report import report_out_of_memory
+from verl_shard.verl_plugin.engine_batches import IN_FLIGHT
+
+PHASES = {
+    ("actor", "forward"): "old_log_prob",
+    ("actor", "train"): "update_actor",
+    ("critic", "forward"): "values",
+    ("critic", "train"): "update_critic",
+    ("ref", "forward"): "ref_log_prob",
+}
+"""verl's name for what a role's engine is doing."""
+
+
+class InPieces:
+    """What one engine does in one phase, over the run: which live remedies are taken stays so for later batches."""
+
+    def __init__(self, engine: Any, *, forward_only: bool) -> None:
+        self._engine, self._forward_only = engine, forward_only
+        role = engine.engine_config.role
+        self.phase = PHASES.get((role, "forward" if forward_only else "train"), role)
+        self.ladder = Ladder(self.phase)
+
+    def run(self, run: Callable[[TensorDict], Any], data: TensorDict, at: Callable[[], Mapping[str, Any]]) -> Any:
+        """What run(data) gives. verl's keys in data say how it is cut, and are set anew after memory ran out.
+
+        at: the rows of the batch that were worked on last and their tokens, as {"rows": ..., "tokens": ...}.
+        """
+        asked = self.asked(data)
+
+        def attempt(pieces: Pieces) -> Any:
+            try:
+                return run(self.cut(data, pieces, asked))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    self._report(error)
+                raise
+
+        return self.ladder.work(
+            attempt,
+            asked,
+            undo=self._undo,
+            too_large=lambda said: self._too_large(said, at()),
+            settle=self._catch_up,
+            agree=self._agree,
+        )
+
+    def asked(self, data: TensorDict) -> Pieces:
+        """How verl asks for a batch to be cut."""
+        in_flight = self._engine.in_flight(forward_only=self._forward_only)
+        if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+            longest = int(data["input_ids"].offsets().diff().max())
+            return Pieces(in_flight, max(int(data["max_token_len_per_gpu"]), longest), smallest=longest)
+        group = tu.get_non_tensor_data(data=data, key="force_group_size", default=1)
+        return Pieces(in_flight, int(data["micro_batch_size_per_gpu"]), total=len(data) // group)
+
+    def cut(self, data: TensorDict, pieces: Pieces, asked: Pieces) -> TensorDict:
+        """The batch, to be cut into these pieces; as it was given when no remedy is taken."""
+        if pieces == asked:
+            return data
+        size = "max_token_len_per_gpu" if pieces.total is None else "micro_batch_size_per_gpu"
+        return tu.assign_non_tensor(data.copy(), **{size: pieces.size, IN_FLIGHT: pieces.in_flight})
+
+    def _undo(self) -> None:
+        """Gradients of the mini-batch are gone; those of earlier ones were used up by their optimizer's step."""
+        if not self._forward_only:
+            self._engine.module.zero_grad(set_to_none=True)
+            if self._engine.averager is not None:
+                self._engine.averager.again()
+
+    def _catch_up(self) -> None:
+        averager = self._engine.averager
+        if averager is not None and not self._forward_only:
+            averager.catch_up()
+
+    def _agree(self, state: int) -> int:
+        engine = self._engine
+        if engine.get_data_parallel_size() == 1:
+            return state
+        worst = torch.tensor([state], device=get_device_id())
+        torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group())
+        return int(worst)
+
+    def _report(self, error: Exception) -> None:
+        engine = self._engine
+        planned = planned_peak(engine.engine_config.plan, self.phase) if engine.engine_config.plan else None
+        report = report_out_of_memory(error, engine.module, self.phase, planned=planned)
+        record_event("out-of-memory", **report.to_dict())
+
+    def _too_large(self, said: str, at: Mapping[str, Any]) -> str:
+        """The message when one sequence alone does not fit."""
+        rows, tokens = at.get("rows", ()), at.get("tokens", ())
+        which = ", ".join(f"{row} ({n} tokens)" for row, n in zip(rows, tokens, strict=False)) or "unknown"
+        return (
+            f"{self.phase}: {said}. Sequence {which} of the batch alone does not fit. {self._estimate(max(tokens, default=1))}"
+            " Shorten responses (data.max_response_length), or take a remedy that verl-shard plan names."
+        )
+
+    def _estimate(self, tokens: int) -> str:
+        """What one sequence needs, in words."""
+        engine = self._engine
+        value = engine.model_config.model_type == "value_model"
+        device_map = {name: gpu for name, gpu in getattr(engine.module, "hf_device_map", {}).items() if gpu != "cpu"}
+        try:
+            found = estimate_memory(
+                engine.model_config.hf_config,
+                task="value" if value else "causal-lm",
+                phase="forward" if self._forward_only else "train",
+                batch_size=1,
+                seq_len=tokens,
+                precision=engine.precision,
+                device_map=device_map or None,
+                **(
+                    {}
+                    if self._forward_only
+                    else {"gradient_checkpointing": engine.model_config.enable_gradient_checkpointing}
+                ),
+            )
+        except (ShardError, ValueError, RuntimeError) as error:
+            return f"(It could not be estimated: {error})"
+        return f"One of {tokens} tokens is estimated to take {format_bytes(found.peak)} of a GPU, the model included."
