@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from verl_shard.cli.bench_generate import generate
+
 
 def start(
     out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
@@ -156,5 +158,6 @@ def add_to(app: typer.Typer) -> None:
     bench.command("offload")(offload)
     bench.command("pipeline")(pipeline)
     bench.command("attention")(attention)
+    bench.command("generate")(generate)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")

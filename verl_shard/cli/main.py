@@ -14,7 +14,22 @@ from typing import Any
 import typer
 
 from verl_shard._version import __version__
-from verl_shard.cli import accelerate_config, bench, device_map, estimate, plan, quickstart
+from verl_shard.cli import (
+    accelerate_config,
+    bench,
+    check,
+    device_map,
+    doctor,
+    estimate,
+    explain,
+    gpus,
+    memory,
+    plan,
+    quickstart,
+)
+from verl_shard.cli import (
+    run as run_verb,
+)
 from verl_shard.common.errors import ConfigError, ShardError
 from verl_shard.common.notices import ShardNotice
 from verl_shard.common.tables import err
@@ -32,6 +47,12 @@ quickstart.add_to(app)
 device_map.add_to(app)
 estimate.add_to(app)
 plan.add_to(app)
+run_verb.add_to(app)
+check.add_to(app)
+doctor.add_to(app)
+gpus.add_to(app)
+memory.add_to(app)
+explain.add_to(app)
 accelerate_config.add_to(app)
 bench.add_to(app)
 

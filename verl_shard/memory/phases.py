@@ -152,7 +152,7 @@ def generate(running: Running) -> Ran:
 
 def _next_token(output: Any, wanted: PassSpec) -> torch.Tensor:
     """What the next token is chosen by: scores in fp32, and for an actor's responses the cumulative probabilities in
-    fp64 that our rollout samples from (verl_plugin/rollout/generate.py)."""
+    fp64 that our rollout samples from (runtime/generation_sampling.py)."""
     scores: torch.Tensor = output.logits[:, -1].float()
     if wanted.trainable:
         log_probs = torch.log_softmax(scores, dim=-1)

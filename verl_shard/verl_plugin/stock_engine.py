@@ -236,7 +236,8 @@ class StockRole:
         from verl_shard.verl_plugin.rollout.generate import Sampling, generate
 
         engine = self.worker.engine
-        prompts = [[3] * (prompt - 4 * (i % 2)) for i, (prompt, _) in enumerate(self.setup.lengths)]
+        # No two alike: equal prompts are prefilled once.
+        prompts = [[3 + i, *[3] * (prompt - 4 * (i % 2) - 1)] for i, (prompt, _) in enumerate(self.setup.lengths)]
         sampling = Sampling(max_new_tokens=max(response for _, response in self.setup.lengths), ignore_eos=True)
         with engine.eval_mode(), engine.autocast():
             generate(
