@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_shard.diagnosis import catalogue as catalogue_module
-from verl_shard.diagnosis.explain import Answer, Explainer, explain_lines
+from verl_shard.diagnosis.explain import Explainer, explain_lines
+from verl_shard.diagnosis.explain_answer import Answer
 
 FIT = [
     "(TaskRunner pid=77) test_gen_batch meta info: {'eos_token_id': 151645, 'validate': True}",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 if TYPE_CHECKING:
-    from verl_shard.diagnosis.explain import Answer
+    from verl_shard.diagnosis.explain_answer import Answer
 
 HELP = """What went wrong in a run, from its log: the first cause, where, how far memory was over, and what to do.
 

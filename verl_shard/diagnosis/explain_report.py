@@ -12,12 +12,14 @@ from rich.text import Text
 
 from verl_shard.common.errors import Finding, Level
 from verl_shard.diagnosis.catalogue import Advice
-from verl_shard.diagnosis.explain import MOST_LINES, Answer, Sighting, Unknown
+from verl_shard.diagnosis.explain_answer import Answer, Sighting, Unknown
 from verl_shard.diagnosis.explain_place import Frame, Place
 
 SCHEMA = "verl_shard/explain/1"
 _LEVELS: Mapping[str, Level] = {"warning": "warning", "notice": "notice"}
 _SHOWN_FRAMES = 6
+SHOWN_CHARACTERS = 400
+"""Characters of a line that are shown."""
 _FOLLOWS = {
     "cause": "a cause of its own", "likely": "may be a cause of its own", "symptom": "may follow from it",
     "consequence": "follows from it", "warning": "no run ends by it", "notice": "worth knowing",
@@ -31,11 +33,11 @@ def finding(answer: Answer, where: str) -> Finding | None:
         fix = "; ".join(f"{advice.do} ({advice.write})" if advice.write else advice.do for advice in cause.remedies)
         level = _LEVELS.get(cause.fault.rank, "error")
         return Finding(
-            level, cause.fault.id, f"{where}:{cause.line.number}", cause.said[0][:MOST_LINES], cause.cause, fix
+            level, cause.fault.id, f"{where}:{cause.line.number}", cause.said[0][:SHOWN_CHARACTERS], cause.cause, fix
         )
     if answer.unknown is not None:
         unknown = answer.unknown
-        said = f"{unknown.type}: {unknown.message}"[:MOST_LINES]
+        said = f"{unknown.type}: {unknown.message}"[:SHOWN_CHARACTERS]
         return Finding(
             "error", "unknown", f"{where}:{unknown.line.number}", said, "no entry of the catalogue knows it", ""
         )
@@ -67,7 +69,7 @@ def _sighting(seen: Sighting) -> dict[str, Any]:
         "place": _place(seen.place),
         "memory": None if seen.memory is None else {**seen.memory.said, "over": seen.memory.over},
         "values": seen.groups,
-        "said": [text[:MOST_LINES] for text in seen.said],
+        "said": [text[:SHOWN_CHARACTERS] for text in seen.said],
         "frames": [str(frame) for frame in seen.frames[-_SHOWN_FRAMES:]],
         "remedies": [{"do": advice.do, "write": advice.write, "planner": advice.planner} for advice in seen.remedies],
         "sources": list(seen.fault.sources),
@@ -193,4 +195,4 @@ def _planner(name: str) -> tuple[str, str]:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MOST_LINES else text[: MOST_LINES - 4] + " ..."
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 4] + " ..."
