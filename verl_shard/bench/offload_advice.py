@@ -1,0 +1,362 @@
+"""Whether to keep weights in host memory: each way measured in a whole PPO step, and the planner's advice held against it."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl_shard.bench.elastic_roles import ROLES, Load, Place, Roles, plan_roles
+from verl_shard.bench.ladder_machine import (
+    TINY,
+    HostPeak,
+    Machine,
+    Meter,
+    cap_memory,
+    in_a_process,
+    look,
+    named_config,
+    read_limit,
+    write_record,
+)
+from verl_shard.bench.offload_advice_shown import advice_table, draw, ways_tables
+from verl_shard.common.errors import ConfigError, RunError
+from verl_shard.common.tables import err, out
+from verl_shard.common.units import format_bytes
+from verl_shard.config.cards import Card, card_of_memory, find_card
+from verl_shard.config.inventory import Inventory
+from verl_shard.planning.plan import Advice
+
+SCHEMA = "verl_shard/bench-offload-advice/1"
+MODEL, QUICK_MODEL = "llama-1b", "qwen2-0.5b"
+LOAD = Load(sequences=16, micro_batch=4, prompt=256, response=256)
+QUICK = Load(sequences=8, micro_batch=4, prompt=128, response=64)
+ON_CPU = Load(sequences=4, micro_batch=2, prompt=16, response=16)
+STEPS = 3
+"""Of each way: the first makes the optimizers' states, and the median of the others is told."""
+OURS: dict[str, tuple[str, ...]] = {
+    "nothing offloaded": (), "ref streamed": ("ref",), "reward streamed": ("reward",),
+    "ref and reward streamed": ("ref", "reward"),
+}  # fmt: skip
+"""What our engine can keep on the host: it never offloads a role that trains."""
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """A phase. Seconds and bytes at most on the GPU, measured (none where there is no GPU) and predicted."""
+
+    phase: str
+    seconds: float
+    predicted_s: float | None
+    peak: int | None
+    predicted: int | None
+
+
+@dataclass(frozen=True)
+class WayRow:
+    """One way to offload. failed: in which phase memory ran out; then there are no phases. step_s: of a whole step.
+
+    host: bytes that the process took on the host at most, beside what it took before there was a model; predicted_host: the
+    weights that the planner counts there.
+    """
+
+    backend: str
+    way: str
+    phases: tuple[PhaseRow, ...]
+    step_s: float | None
+    predicted_step_s: float | None
+    host: int | None
+    predicted_host: int
+    failed: str = ""
+
+    @property
+    def peak(self) -> int | None:
+        return max((row.peak for row in self.phases if row.peak is not None), default=None)
+
+
+@dataclass(frozen=True)
+class AdviceRow:
+    """A piece of the planner's advice. room: bytes that torch may allocate on the card it is for. saved: bytes of the fullest
+    GPU in `phase`, seconds: what a step takes longer, both predicted and measured.
+
+    right: whether it says on where, and only where, the step runs with it and not without; None where that was not run.
+    """
+
+    backend: str
+    room: int
+    role: str
+    what: str
+    on: bool
+    why: str
+    phase: str
+    saved: int
+    measured_saved: int | None
+    seconds: float
+    measured_seconds: float | None
+    fits_without: bool | None
+    fits_with: bool | None
+    right: bool | None
+
+
+def bench_offload_advice(
+    *,
+    result: Path | None = None,
+    picture: Path | None = None,
+    model: str | None = None,
+    quick: bool = False,
+    gpu_memory: str | None = None,
+    command: Sequence[str] = (),
+) -> list[WayRow]:
+    """Measures every way and judges the advice on this GPU, and on it with so little memory that offloading decides.
+
+    model: by default llama-1b, qwen2-0.5b with `quick`, and the tiny one without a GPU. gpu_memory: as of bench ladder.
+    Stock verl's param_offload and optimizer_offload are measured too where verl is installed, with its fsdp2 engine.
+    Raises ConfigError for an unknown model and a limit that cannot be; RunError when nothing runs.
+    """
+    found = look(named_config(model or MODEL))
+    name = model or (TINY if not found.gpus else QUICK_MODEL if quick else MODEL)
+    config, load = named_config(name), ON_CPU if not found.gpus else QUICK if quick else LOAD
+    limit = read_limit(gpu_memory, found)
+    steps, missing = 2 if quick else STEPS, left_out(found)
+    room = limit or found.memory
+    plans = plan_apart(config, load, found, room) if found.gpus else None
+    ways = measured_ways(config, load, found, limit, steps, {} if plans is None else plans.ways)
+    advice: list[AdviceRow] = []
+    if plans is not None:
+        advice += judged(plans.ways["nothing offloaded"], room, ways)
+        if plans.small_room < room:
+            advice += judged(plans.on_small, plans.small_room, on_small(config, load, found, plans.small_room))
+        if "stock verl" not in missing:
+            from verl_shard.bench.offload_advice_stock import bench_stock_ways
+
+            more, said, failed = bench_stock_ways(config, load, card_for(found, room), steps)
+            ways, advice, missing = [*ways, *more], [*advice, *said], {**missing, **failed}
+    if all(way.failed for way in ways):
+        raise RunError("; ".join(f"{way.way}: {way.failed}" for way in ways))
+    record = {
+        "model": name, "load": asdict(load), "room": limit or found.memory, "left_out": missing,
+        "ways": [{**asdict(way), "peak": way.peak} for way in ways], "advice": [asdict(row) for row in advice],
+    }  # fmt: skip
+    for shown in [*ways_tables(record), *([advice_table(record)] if advice else [])]:
+        out.print(shown)
+    for what, why in missing.items():
+        out.print(f"Left out: {what}: {why}.", markup=False)
+    if result is not None:
+        write_record(result, SCHEMA, command, found.facts, **record)
+    if picture is not None:
+        draw(record, picture)
+    return ways
+
+
+def left_out(found: Machine) -> dict[str, str]:
+    """What cannot be measured here, and why."""
+    import importlib.util
+
+    if not found.gpus:
+        return {"offloading, GPU memory and the advice": "there is no GPU: weights are in host memory anyway"}
+    if importlib.util.find_spec("verl") is None:
+        return {
+            "stock verl": 'param_offload and optimizer_offload are its own, and it is not installed ("verl_shard[verl]")'
+        }
+    return {}
+
+
+def card_for(found: Machine, room: int) -> Card:
+    """The card there is, with so many bytes for torch. One that is not known by name has the speeds of a like one."""
+    from verl_shard.memory.constants import CUDA_CONTEXT
+
+    memory = room + CUDA_CONTEXT.n_bytes
+    try:
+        known = find_card(found.facts["gpus"][0])
+    except ConfigError:
+        known = card_of_memory(memory)
+    return replace(known, memory=memory)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Of a plan: bytes on the fullest GPU and seconds by phase, seconds of a step, bytes on the host, and the advice."""
+
+    peaks: Mapping[str, int]
+    seconds: Mapping[str, float]
+    step_s: float
+    host: int
+    advice: tuple[Advice, ...]
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+
+@dataclass(frozen=True)
+class Plans:
+    """By way, what is planned on the GPU there is; a room in which one streamed role decides; what is planned there."""
+
+    ways: Mapping[str, Planned]
+    small_room: int
+    on_small: Planned
+
+
+def planned(config: Any, load: Load, card: Card, streamed: Sequence[str], *, mixed: bool = True) -> Planned:
+    """The plan of a step on one such card with these roles streamed, and nothing for the planner to choose."""
+    from verl_shard.planning.build import build_plan
+
+    asked = plan_roles(config, load, mixed=mixed, **{role: {"offload": "stream"} for role in streamed})
+    plan = build_plan(asked, gpus=Inventory.declared(1, card=card), workload=load.workload)
+    return Planned(
+        {row.phase: max(row.peaks.values()) for row in plan.phases},
+        {row.phase: row.seconds for row in plan.phases},
+        plan.step_seconds,
+        max(plan.host.values(), default=0),
+        plan.advice,
+    )
+
+
+def plan_apart(config: Any, load: Load, found: Machine, room: int) -> Plans:
+    """all_plans, in a process of its own. Raises RunError when it cannot be planned."""
+    ran = in_a_process(partial(all_plans, config, load, card_for(found, room)))
+    if ran.made is None:
+        raise RunError(f"the step cannot be planned: {ran.why}")
+    return ran.made
+
+
+def all_plans(config: Any, load: Load, card: Card) -> Plans:
+    """All that is predicted. Traces run backwards, after which no process could be forked that runs them: call it in one."""
+    from verl_shard.memory.constants import CUDA_CONTEXT
+
+    ways = {way: planned(config, load, card, streamed) for way, streamed in OURS.items()}
+    alone = [ways[f"{role} streamed"].peak for role in ("ref", "reward")]
+    room = (ways["nothing offloaded"].peak + min(alone)) // 2
+    small = replace(card, memory=room + CUDA_CONTEXT.n_bytes)
+    return Plans(ways, room, planned(config, load, small, ()))
+
+
+def measured_ways(
+    config: Any, load: Load, found: Machine, limit: int | None, steps: int, plans: Mapping[str, Planned]
+) -> list[WayRow]:
+    """Every way of our engine that there is here, each in a process of its own."""
+    made = []
+    for way, streamed in OURS.items() if found.gpus else [("nothing offloaded", ())]:
+        made.append(_way(config, load, found, limit, steps, way, streamed, plans.get(way)))
+        done = made[-1]
+        peak = "" if done.peak is None else f", {format_bytes(done.peak)}"
+        err.print(f"{way}: {done.failed or f'{done.step_s:.2f} s a step{peak}'}")
+    return made
+
+
+def _way(
+    config: Any,
+    load: Load,
+    found: Machine,
+    limit: int | None,
+    steps: int,
+    way: str,
+    streamed: Sequence[str],
+    plan: Planned | None,
+) -> WayRow:
+    ran = in_a_process(partial(_measured, config, load, found, limit, steps, streamed))
+    host, step_s = (0, None) if plan is None else (plan.host, plan.step_s)
+    if ran.made is None or isinstance(ran.made, str):
+        return WayRow("device_map", way, (), None, step_s, None, host, ran.made or ran.why)
+    seconds, peaks, taken = ran.made
+    guessed_s, guessed = ({}, {}) if plan is None else (plan.seconds, plan.peaks)
+    rows = tuple(
+        PhaseRow(name, seconds[name], guessed_s.get(name), peaks.get(name), guessed.get(name)) for name in seconds
+    )
+    return WayRow("device_map", way, rows, sum(seconds.values()), step_s, taken if found.gpus else None, host)
+
+
+Measured = tuple[dict[str, float], dict[str, int], int]
+"""Seconds by phase, peaks by phase (none without a GPU), and what the process took on the host at most."""
+
+
+def _measured(
+    config: Any, load: Load, found: Machine, limit: int | None, steps: int, streamed: Sequence[str]
+) -> Measured | str:
+    """A way on one device, or in words where memory ran out."""
+    place = {"": 0 if found.gpus else "cpu"}
+    places = {role: Place(place, "stream" if role in streamed else "none") for role in ROLES}
+    cap_memory(limit, found.gpus)
+    meter = Meter(1 if found.gpus else 0)
+    return run_step(Roles(config, load, places, mixed=bool(found.gpus)), meter, steps)
+
+
+def run_step(roles: Roles, meter: Any, steps: int) -> Measured | str:
+    """Makes roles and runs steps, phase by phase; the first step is not told of. meter: as Meter."""
+    import psutil
+
+    from verl_shard.runtime.ladder import is_out_of_memory, one_line
+
+    meter.wait()
+    before = psutil.Process().memory_info().rss
+    seconds: dict[str, list[float]] = {}
+    peaks: dict[str, int] = {}
+    at = ["while it is loaded"]
+    step = 0
+    lock = threading.Lock()
+
+    def around(name: str, run: Callable[[], None]) -> None:
+        with lock:  # phases of different roles would count each other's memory
+            at[0] = f"in {name}"
+            meter.wait()
+            meter.begin()
+            began = time.perf_counter()
+            run()
+            meter.wait()
+            taken = time.perf_counter() - began
+            if step:
+                seconds.setdefault(name, []).append(taken)
+                peaks[name] = max(peaks.get(name, 0), *meter.peaks(), 0)
+
+    try:
+        roles.make()
+        with HostPeak() as host:  # what making streamed roles takes is gone by now
+            for number in range(steps):
+                step = number
+                roles.step(around)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return f"OOM {at[0]} ({one_line(error)})"
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    return medians, peaks if meter.peaks() else {}, max(host.peak - before, 0)
+
+
+def on_small(config: Any, load: Load, found: Machine, room: int) -> list[WayRow]:
+    """Whether the step runs with so little memory: each way that advice is about, for two steps."""
+    made = []
+    for way in ("nothing offloaded", "ref streamed", "reward streamed"):
+        made.append(_way(config, load, found, room, 2, way, OURS[way], None))
+        err.print(f"{way}, {format_bytes(room)}: {made[-1].failed or 'it runs'}")
+    return made
+
+
+def judged(plan: Planned, room: int, ways: Sequence[WayRow]) -> list[AdviceRow]:
+    """The advice for a card with so much room, beside what was measured there."""
+    by_name = {way.way: way for way in ways}
+    return [judge(one, room, by_name["nothing offloaded"], by_name[f"{one.role} streamed"]) for one in plan.advice]
+
+
+def judge(advice: Advice, room: int, without: WayRow, with_it: WayRow) -> AdviceRow:
+    """One piece of advice beside a step without and with what it is about."""
+    fits, fits_with = not without.failed, not with_it.failed
+    saved = seconds = None
+    if fits and fits_with:
+        before, after = (_peak_of(way, advice.phase) for way in (without, with_it))
+        saved = None if before is None or after is None else before - after
+        assert without.step_s is not None, "it ran"
+        assert with_it.step_s is not None, "it ran"
+        seconds = with_it.step_s - without.step_s
+    return AdviceRow(
+        without.backend, room, advice.role, advice.what, advice.on, advice.why, advice.phase, advice.saved, saved,
+        advice.seconds, seconds, fits, fits_with, advice.on == (not fits and fits_with),
+    )  # fmt: skip
+
+
+def _peak_of(way: WayRow, phase: str) -> int | None:
+    return next((row.peak for row in way.phases if row.phase == phase), None)
