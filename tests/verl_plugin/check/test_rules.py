@@ -115,6 +115,8 @@ CASES: list[tuple[list[str], dict[str, Any], list[tuple[str, str, str]]]] = [
          "reshard_after_forward=False is SHARD_GRAD_OP")]),
     (["model_engine=megatorn"], {}, [
         (E, "model_engine", "Use model_engine=dp, megatron, veomni or torchtitan, or with verl_shard device_map")]),
+    (["model_engine=3"], {}, [
+        (E, "model_engine", "Use model_engine=dp, megatron, veomni or torchtitan, or with verl_shard device_map")]),
     (["data.train_files=[a.parquet"], {}, [
         (E, "data.train_files", "Write data.train_files=VALUE without blanks around =, and the value between quotes: "
                                 "data.train_files='\"...\"'")]),

@@ -142,7 +142,7 @@ def compose(given: Given) -> Composed:
     base = (str(folder), name.removesuffix(".yaml"))
     try:
         whole = _base(*base, tuple(setting.text for setting in groups))
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # a group that is a number
         why = " ".join(str(error).split())[:200]
         fix = "Use model_engine=dp, megatron, veomni or torchtitan, or with verl_shard device_map"
         findings += [
