@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from verl_shard.bench.elastic_roles import Load
 from verl_shard.bench.ladder_machine import HostPeak, Meter, in_a_process
@@ -22,8 +22,8 @@ from verl_shard.config.inventory import Inventory
 from verl_shard.planning.layout import limit_of
 from verl_shard.planning.plan import Advice, Plan
 
-BACKEND = "fsdp2"
-WAYS: dict[str, dict[str, bool]] = {
+BACKEND: Literal["fsdp2"] = "fsdp2"
+WAYS: dict[str, dict[str, Any]] = {
     "no offload": {}, "param_offload": {"param_offload": True}, "optimizer_offload": {"optimizer_offload": True},
     "both": {"param_offload": True, "optimizer_offload": True},
 }  # fmt: skip
@@ -68,7 +68,7 @@ def bench_stock_ways(
     return ways, advice, failed
 
 
-def stock_plan(config: Any, load: Load, card: Card, offload: Mapping[str, bool]) -> Plan:
+def stock_plan(config: Any, load: Load, card: Card, offload: Mapping[str, Any]) -> Plan:
     """A GRPO step of stock verl with an actor and a reference, and nothing for the planner to choose."""
     from verl_shard.planning.build import build_plan
 
@@ -118,14 +118,14 @@ def judge_stock(advice: Advice, room: int, without: StockMeasured, with_it: Stoc
     )  # fmt: skip
 
 
-def _run(config: Any, load: Load, offload: Mapping[str, bool], steps: int) -> StockMeasured:
+def _run(config: Any, load: Load, offload: Mapping[str, Any], steps: int) -> StockMeasured:
     from verl_shard.verl_plugin.stock_engine import one_process
 
     with one_process("cuda"):
         return measure(config, load, offload, steps, Meter(1))
 
 
-def measure(config: Any, load: Load, offload: Mapping[str, bool], steps: int, meter: Any) -> StockMeasured:
+def measure(config: Any, load: Load, offload: Mapping[str, Any], steps: int, meter: Any) -> StockMeasured:
     """Runs the phases of an actor and a reference; needs `one_process` around it. meter: as Meter."""
     import psutil
 
