@@ -92,6 +92,7 @@ class DeviceMapEngine(FSDPEngine):
     def initialize(self) -> None:
         """Builds model, optimizer and schedule, and makes the module known to this process's rollout."""
         hooks.losses_in_chunks(self)
+        hooks.responses_by_lengths()
         super().initialize()
         if self.get_data_parallel_size() > 1 and not self.engine_config.forward_only:
             same_parameters(self.module, self.get_data_parallel_group())

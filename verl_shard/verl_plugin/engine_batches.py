@@ -30,6 +30,7 @@ from verl_shard.verl_plugin.engine_inputs import (
     Reading,
     on_host,
     prepare,
+    response_lengths,
     sent,
     sent_values,
     without_padding,
@@ -140,6 +141,8 @@ class MicroBatches:
             )
             loss, metrics = None, {}
             if loss_function is not None:
+                if lengths := response_lengths(prepared.data):
+                    data = tu.assign_non_tensor(data.copy(), **{hooks.RESPONSE_LENGTHS: lengths})
                 group = engine.get_data_parallel_group()
                 loss, metrics = loss_function(model_output=model_output, data=data, dp_group=group)
         value = 1.0 if loss is None else loss.detach()

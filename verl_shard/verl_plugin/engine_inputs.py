@@ -19,6 +19,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_shard.models.packed import why_not_packed
 from verl_shard.runtime.packed import packed_inputs
+from verl_shard.verl_plugin.hooks import Lengths
 
 _PLAIN = ("input_ids", "attention_mask", "position_ids")
 _OPTIONS = ("temperature", "return_dict")
@@ -108,6 +109,15 @@ def without_padding(output: Any, rows: torch.Tensor | None) -> Any:
             flat = value.flatten(0, 1)
             made[name] = (flat if rows is None else flat.index_select(0, rows))[None]
     return SimpleNamespace(**made)
+
+
+def response_lengths(data: TensorDict) -> Lengths | None:
+    """Tokens of each prompt and response of a batch on the host; None of a batch that does not tell them apart."""
+    parts = [data.get(name, None) for name in ("prompts", "responses")]
+    if not all(isinstance(part, torch.Tensor) and part.is_nested for part in parts):
+        return None
+    prompts, responses = (part.offsets().diff().tolist() for part in parts)
+    return Lengths(tuple(zip(prompts, responses, strict=True)))
 
 
 def sent(data: TensorDict, device: torch.device) -> TensorDict:

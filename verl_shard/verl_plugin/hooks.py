@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -28,6 +29,8 @@ _NEEDED = {
 }
 _NEEDED_LATER = {
     "verl.workers.engine.base": ("EngineRegistry",),
+    "verl.workers.engine.utils": ("prepare_micro_batches", "postprocess_batch_func", "detach_tree"),
+    "verl.workers.utils.losses": ("no_padding_2_padding",),
     "verl.utils.torch_functional": ("logprobs_from_logits_v2", "entropy_from_logits"),
     "verl.workers.engine.fsdp.transformer_impl": ("FSDPEngine", "FSDPEngineWithLMHead", "FSDPEngineWithValueHead"),
     "verl.trainer.ppo.v1.replay_buffer": ("ReplayBuffer", "ReplayBufferAsync"),
@@ -35,6 +38,17 @@ _NEEDED_LATER = {
     "verl.trainer.ppo.v1.agent_loop_tq": ("AgentLoopManagerTQ", "AgentLoopWorkerTQ"),
     "verl.trainer.ppo.v1.trainer_base": ("PPOTrainer",),
 }
+
+RESPONSE_LENGTHS = "verl_shard_response_lengths"
+"""Key of a batch that brings along a Lengths."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of each sequence's prompt and response."""
+
+    pairs: tuple[tuple[int, int], ...]
+
 
 _ABSENT_ENGINES = ("torchtitan", "veomni", "automodel", "mindspeed", "megatron")
 
@@ -199,6 +213,45 @@ def losses_in_chunks(engine: Any) -> None:
         engine.compute_entropy_from_logits = entropy_of_logits
     torch_functional.logprobs_from_logits_v2 = log_probs_of_labels
     torch_functional.entropy_from_logits = entropy_of_logits
+
+
+def responses_by_lengths() -> None:
+    """Has verl's losses cut responses out of packed values by lengths that the batch brings along (RESPONSE_LENGTHS), in
+    Python's numbers. verl reads them from the GPU, several times for each sequence, while the GPU has nothing to do."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils import losses
+
+    verls = losses.no_padding_2_padding
+    if hasattr(verls, "by_lengths"):
+        return
+
+    @functools.wraps(verls)
+    def by_lengths(tensor: Any, data: Any) -> Any:
+        lengths = tu.get_non_tensor_data(data=data, key=RESPONSE_LENGTHS, default=None)
+        if lengths is None:
+            return verls(tensor, data)
+        longest = tu.get_non_tensor_data(data=data, key="max_response_len", default=-1)
+        return responses_of(tensor.values() if tensor.is_nested else tensor, lengths.pairs, longest)
+
+    by_lengths.by_lengths = True  # type: ignore[attr-defined]
+    losses.no_padding_2_padding = by_lengths
+
+
+def responses_of(values: Any, pairs: Sequence[tuple[int, int]], longest: int = -1) -> Any:
+    """What no_padding_2_padding of verl gives: (sequences, longest response, ...) of values (tokens, ...), which belong to
+    the token before them, with zeros behind. pairs: tokens of each sequence's prompt and response."""
+    import torch
+    from torch.nn import functional
+
+    assert sum(map(sum, pairs)) == values.shape[0], "values are of these sequences"
+    assert all(prompt > 0 for prompt, _ in pairs), "the first token of a response has one before it"
+    longest = max(response for _, response in pairs) if longest < 0 else longest
+    rows, end = [], 0
+    for prompt, response in pairs:
+        end += prompt + response
+        behind = (0, 0) * (values.ndim - 1) + (0, longest - response)
+        rows.append(functional.pad(values[end - response - 1 : end - 1], behind))
+    return torch.stack(rows)
 
 
 def output_device(output: Any) -> Any:
