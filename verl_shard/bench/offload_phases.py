@@ -178,9 +178,12 @@ def phase_rows(
     start: Start, sequences: int, micro: int, tokens: int, *, copy_s: float, calls: int, meter: Any
 ) -> list[PhaseRow]:
     """The phase with resident weights, and with streamed ones. meter: time and memory, as GpuMeter."""
+    from verl_shard.verl_plugin.stock_engine import forget_engines
+
     phase, make = start
     rows: list[PhaseRow] = []
     for offload in WAYS:
+        forget_engines()
         meter.empty()  # a model before this one may not have been collected yet
         before = meter.held()
         run = make(offload)
@@ -202,6 +205,7 @@ def phase_rows(
         freed = rows[0].idle - idle if rows else 0
         rows.append(PhaseRow(phase, offload, sequences, micro, tokens, median, peak, idle, freed, limit))
         del run
+    forget_engines()
     meter.empty()
     return rows
 

@@ -57,6 +57,13 @@ class Setup:
         return self.micro_batch_size_per_gpu * max(sum(pair) for pair in self.lengths)
 
 
+def forget_engines() -> None:
+    """Lets go of the engines of this process, which its rollout would find: their models may then be freed."""
+    from verl_shard.verl_plugin.engine import ENGINES
+
+    ENGINES.clear()
+
+
 @contextmanager
 def one_process(device: str) -> Iterator[None]:
     """A process group of this process alone, and verl's platform for `device` ("cuda" or "cpu")."""
