@@ -6,7 +6,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test lint types format clean
+.PHONY: quickstart test lint types format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/verl-shard quickstart $(ARGS)
@@ -25,6 +25,10 @@ types: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Into build/site; a link or a name that leads nowhere ends it.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # torch goes first and alone: under its pin pip takes the build that is at hand, and every later requirement is satisfied by it.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
