@@ -10,7 +10,7 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -29,21 +29,19 @@ class Pieces:
 
     in_flight: micro-batches whose activations are held at a time. size: of a micro-batch, in sequences of which `total`
     are there, or (`total` None) in tokens. smallest: the size below which there is nothing: 1, or the longest sequence.
+    wording: how such pieces are called where they are no micro-batches, such as "{} responses at once".
     """
 
     in_flight: int
     size: int
     total: int | None = None
     smallest: int = 1
+    wording: str = ""
 
     def __post_init__(self) -> None:
         assert self.in_flight >= 1, "a micro-batch is in flight while it is worked on"
         assert self.size >= 1, "a micro-batch is not empty"
         assert self.total is None or self.total % self.size == 0, "micro-batches are of one size"
-
-    @property
-    def unit(self) -> Literal["sequences", "tokens"]:
-        return "tokens" if self.total is None else "sequences"
 
     def smaller(self) -> Pieces | None:
         """After the next remedy: half in flight, then at most half in a micro-batch; None when both are at their least."""
@@ -56,8 +54,11 @@ class Pieces:
         return next((replace(self, size=size) for size in fitting), None)
 
     def __str__(self) -> str:
+        if self.wording:
+            return self.wording.format(self.size)
+        unit = "tokens" if self.total is None else "sequences"
         flight = f", {self.in_flight} in flight" if self.in_flight > 1 else ""
-        return f"micro-batches of {self.size} {self.unit}{flight}"
+        return f"micro-batches of {self.size} {unit}{flight}"
 
 
 class Ladder:
@@ -70,34 +71,47 @@ class Ladder:
         self.where = where
         self.taken = 0
 
-    def pieces(self, asked: Pieces) -> Pieces:
-        """What is used of what was asked: the steps that are taken, as far as there are so many."""
+    def pieces(self, asked: Pieces, taken: int | None = None) -> Pieces:
+        """What is used of what was asked: the steps that are taken, as far as there are so many.
+
+        taken: so many steps instead.
+        """
         now = asked
-        for _ in range(self.taken):
+        for _ in range(self.taken if taken is None else taken):
             smaller = now.smaller()
             if smaller is None:
                 break
             now = smaller
         return now
 
-    def down(self, asked: Pieces, why: str) -> Pieces | None:
-        """Takes the next remedy, and says it once; None when none is left."""
+    def down(self, asked: Pieces, why: str, *, below: int | None = None, **seen: object) -> Pieces | None:
+        """Takes the next remedy, and says it once; None when none is left.
+
+        below: there is no more to work on than this: sizes that would change nothing of it are passed over. seen: more for
+        the event.
+        """
         now = self.pieces(asked)
         smaller = now.smaller()
         if smaller is None:
             return None
         self.taken += 1
-        record_event("remedy", where=self.where, taken=self.taken, why=why, before=str(now), after=str(smaller))
+        while below is not None and smaller.size >= below and (next_one := smaller.smaller()) is not None:
+            smaller = next_one
+            self.taken += 1
+        if below is not None and now.size > below:
+            now = replace(now, size=below)
+        record_event("remedy", where=self.where, taken=self.taken, why=why, before=str(now), after=str(smaller), **seen)
         notice("smaller-pieces", self.where, now, why, str(smaller))
         return smaller
 
-    def up(self, asked: Pieces, why: str) -> Pieces:
+    def up(self, asked: Pieces, why: str, **seen: object) -> Pieces:
         """Takes back the remedy taken last, if one is."""
         before = self.pieces(asked)
         self.taken = max(0, self.taken - 1)
         now = self.pieces(asked)
         if now != before:
-            record_event("remedy-back", where=self.where, taken=self.taken, why=why, before=str(before), after=str(now))
+            said = {"before": str(before), "after": str(now)}
+            record_event("remedy-back", where=self.where, taken=self.taken, why=why, **said, **seen)
         return now
 
     def work(
@@ -105,22 +119,26 @@ class Ladder:
         run: Callable[[Pieces], Result],
         asked: Pieces,
         *,
-        undo: Callable[[], None],
         too_large: Callable[[str], str],
+        undo: Callable[[], None] = lambda: None,
         settle: Callable[[], None] = lambda: None,
         agree: Callable[[int], int] = int,
+        below: Callable[[], int | None] = lambda: None,
+        draws: bool = True,
     ) -> Result:
         """What run(pieces) gives; after memory ran out, again from the same random state with smaller pieces.
 
         undo: clears what a failed run leaves, such as gradients. settle: called before it in the process that failed: what
         others wait for. agree: the worst of what all processes that work on the
         batch together say (WELL, SHORT or STUCK), so that all go on alike. too_large: the message when even the smallest
-        piece does not fit, from torch's words.
+        piece does not fit, from torch's words. below: what there was to work on, as for `down`. draws: whether run takes
+        numbers from torch's and Python's generators; others may, at the same time, where it does not.
         Raises DoesNotFitError with that message, in every process.
         """
-        restore = keep_random_state()
+        restore = keep_random_state() if draws else lambda: None
         while True:
             state, said, result = WELL, "", None
+            there = below()
             pieces = self.pieces(asked)
             try:
                 result = run(pieces)
@@ -143,7 +161,7 @@ class Ladder:
                 raise DoesNotFitError(
                     too_large(said) if state == STUCK else f"{self.where}: another process ran out of memory"
                 )
-            self.down(asked, said or "another process ran out of memory")
+            self.down(asked, said or "another process ran out of memory", below=there)
             restore()
 
 
