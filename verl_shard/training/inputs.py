@@ -137,7 +137,7 @@ def _rewards(reward: Any, train_data: Any, places: Places) -> Rewards | None:
     place = places.roles.get("reward")
     model: dict[str, Any] = {}
     if place is not None:
-        model = _loading(place, cpu=places.cpu)
+        model = loading(place, cpu=places.cpu)
     listed = reward if isinstance(reward, list) else [reward]
     pairs = [item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0) for item in listed]
     # A loaded module is saved later, and then named by its folder.
@@ -145,19 +145,19 @@ def _rewards(reward: Any, train_data: Any, places: Places) -> Rewards | None:
     return read_rewards(named, model)
 
 
-def _loading(place: RolePlace, *, cpu: bool) -> dict[str, Any]:
-    """How a reward model is loaded: the arguments of RewardModel."""
+def loading(place: RolePlace, *, cpu: bool) -> dict[str, Any]:
+    """How a reward model is loaded: the arguments of RewardModel. cpu: whether the run is there."""
     dtype = dtype_name(place.dtype) if place.dtype is not None else "float32" if cpu else "bfloat16"
-    loading: dict[str, Any] = {"dtype": dtype, "attn_implementation": place.attn_implementation, **place.scoring}
+    made: dict[str, Any] = {"dtype": dtype, "attn_implementation": place.attn_implementation, **place.scoring}
     if place.offload != "none":
-        loading |= {"offload": place.offload, **place.offloading}
+        made |= {"offload": place.offload, **place.offloading}
     if place.copies:
-        return loading | {"copies_on": list(place.devices)}
+        return made | {"copies_on": list(place.devices)}
     if place.device_map is not None:
-        return loading | {"device_map": dict(place.device_map)}
+        return made | {"device_map": dict(place.device_map)}
     if len(place.devices) > 1:
-        return loading | {"device_map": "balanced", "devices": place.devices}
-    return loading | {"device_map": {"": place.devices[0]}}
+        return made | {"device_map": "balanced", "devices": place.devices}
+    return made | {"device_map": {"": place.devices[0]}}
 
 
 def _check_runner(runner: str, processes: int) -> None:

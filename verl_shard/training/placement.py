@@ -12,11 +12,12 @@ import torch
 
 from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.common.notices import notice
+from verl_shard.config.resource_config import load_resource_config
 from verl_shard.mapping.build import build_device_map
 from verl_shard.mapping.check import check_device_map
 from verl_shard.mapping.devices import DeviceId, choose_devices, device_label, parse_device
 from verl_shard.models.dtypes import dtype_name, parse_dtype
-from verl_shard.planning.plan_file import write_plan
+from verl_shard.planning.plan_file import read_role, write_plan
 from verl_shard.runtime.offload_choice import check_stream_options
 from verl_shard.training.article_keys import ROLES, read_section
 
@@ -53,25 +54,38 @@ class RolePlace:
 
 @dataclass(frozen=True)
 class Places:
-    """All roles. cpu: everything is on the CPU; share: the GPUs of this process."""
+    """All roles. cpu: everything is on the CPU; share: the GPUs of this process. asked: the roles as model_config has them,
+    whatever moved since."""
 
     cpu: bool
     share: tuple[DeviceId, ...]
     roles: Mapping[str, RolePlace]
+    asked: Mapping[str, RolePlace] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Those that a role is on."""
+        return tuple(sorted({d for place in self.roles.values() for d in place.devices if isinstance(d, int)}))
 
 
 def read_places(model_config: Any, roles: tuple[str, ...], *, lora: bool) -> Places:
     """From PPOTrainer's model_config. roles: those that the run has. Raises ConfigError with every fault.
 
-    Each process has its own GPUs under a launcher; what a role names must be among them. Roles may share GPUs.
+    model_config: a dict by role, or what has one as its `model_config` (a Plan, a ResourceConfig); or a resource config's
+    file. Each process has its own GPUs under a launcher; what a role names must be among them. Roles may share GPUs.
     """
-    given = getattr(model_config, "model_config", model_config) or {}  # a Plan has the dict
-    faults = Faults()
+    faults, given = Faults(), None
+    with faults.gathering():
+        if isinstance(model_config, str | os.PathLike):
+            model_config = load_resource_config(model_config)
+        given = getattr(model_config, "model_config", model_config) or {}
+    faults.check()
     with faults.gathering():
         if not isinstance(given, Mapping):
             fix = 'Write {"actor": {"device": ...}, ...}'
             raise config_error("not-a-dict", "model_config", type(given).__name__, "not a dict by role", fix)
     faults.check()
+    assert given is not None
     values: dict[str, dict[str, Any]] = {}
     for role, section in given.items():
         where = f"model_config[{role!r}]"
@@ -92,7 +106,40 @@ def read_places(model_config: Any, roles: tuple[str, ...], *, lora: bool) -> Pla
             made[role] = _place(role, values.get(role, {}), share, cpu=cpu)
     faults.findings += _conflicts(values, lora=lora)
     faults.check()
-    return Places(cpu, share, made)
+    return Places(cpu, share, made, made)
+
+
+def section_of(place: RolePlace) -> dict[str, Any]:
+    """Where a role is, as model_config would say it; JSON-ready."""
+    if place.device_map is not None:
+        return {"device_map": {name: parse_device(device) for name, device in place.device_map.items()}}
+    return {"copies_on" if place.copies else "devices": list(place.devices)}
+
+
+def place_again(places: Places, role: str, section: Mapping[str, Any]) -> Places:
+    """The same with one role elsewhere. section: one of model_config's devices, device_map and copies_on.
+
+    Raises ConfigError for devices that the role cannot have in this process.
+    """
+    devices = tuple(dict.fromkeys(parse_device(device) for device in _named(section)))
+    shown = ", ".join(map(device_label, devices))
+    on_gpu = [device for device in devices if isinstance(device, int)]
+    if places.cpu and on_gpu:
+        why, fix = "the run is on the CPU", "Start it on GPUs: verl works on one of both"
+        raise config_error("cpu-and-gpu", "device_ids", shown, why, fix)
+    if not places.cpu and role != "reward" and "cpu" in devices:
+        why = f"the run is on GPUs, and the {role} is on verl's engine, which works on one of both"
+        raise config_error("cpu-and-gpu", "device_ids", shown, why, "Name GPUs; a reward model may be on the CPU")
+    if other := [gpu for gpu in on_gpu if gpu not in places.share]:
+        why = f"this process has GPU {', '.join(map(str, places.share))}; {', '.join(map(str, other))} is of another, or of none"
+        raise config_error("gpu-of-another-process", "device_ids", shown, why, "Name GPUs of this process")
+    before = places.roles[role]
+    if before.offload != "none" and role != "reward":
+        why = f"its weights wait on the host (offload={before.offload}), and are laid out when they are loaded"
+        fix = f"Stop, and resume with this in model_config[{role!r}]"
+        raise config_error("offloaded", role, before.offload, why, fix)
+    place = replace(before, devices=devices, device_map=section.get("device_map"), copies="copies_on" in section)
+    return replace(places, roles={**places.roles, role: place})
 
 
 def _on_cpu(values: Mapping[str, Mapping[str, Any]], faults: Faults) -> bool:
@@ -233,36 +280,44 @@ def lay_out(places: Places, models: Mapping[str, str], path: Path, **pass_fields
 
     Raises ConfigError for a device_map with faults, and DoesNotFitError.
     """
-    entries = {}
+    engines = [role for role in places.roles if role != "reward"]
+    write_plan(path, {role: entry_of(role, places, models, **pass_fields) for role in engines})
+
+
+def lay_out_again(role: str, entry: Mapping[str, Any], places: Places, path: Path) -> None:
+    """Writes the plan with another entry for one role."""
+    engines = [other for other in places.roles if other != "reward"]
+    write_plan(path, {other: entry if other == role else read_role(path, other) for other in engines})
+
+
+def entry_of(role: str, places: Places, models: Mapping[str, str], **pass_fields: Any) -> dict[str, Any]:
+    """A role's entry in the plan. Raises as lay_out."""
+    place = places.roles[role]
+    task = "value" if role == "critic" else "causal-lm"
     device_map: dict[str, Any]
-    loads: dict[Any, int]
-    for role, place in places.roles.items():
-        if role == "reward":
-            continue
-        task = "value" if role == "critic" else "causal-lm"
-        if place.device_map is not None:
-            found = check_device_map(models[role], place.device_map, trainable=role in TRAINED, task=task)
-            if faults := [finding for finding in found if finding.level == "error"]:
-                raise ConfigError(faults)
-            device_map, loads = dict(place.device_map), {}
-        elif places.cpu:
-            device_map, loads = {"": "cpu"}, {}
-        else:
-            training = {"purpose": "training", "loss": "value" if role == "critic" else "ppo", **pass_fields}
-            how = {"precision": place.precision, "attn_implementation": place.attn_implementation}
-            fields = training | how if role in TRAINED else {}
-            made = build_device_map(models[role], devices=place.devices, task=task, **fields)
-            device_map, loads = dict(made), dict(made.loads)
-        entries[role] = {
-            "device_map": device_map,
-            "precision": place.precision,
-            "attn_implementation": place.attn_implementation,
-            "loads": loads,
-            **({"settings": {"offload": place.offload, **place.offloading}} if place.offload != "none" else {}),
-            # The one model that verl's configuration has no place for.
-            **({"model": models["ref"]} if role == "ref" and models["ref"] != models["actor"] else {}),
-        }
-    write_plan(path, entries)
+    loads: dict[Any, int] = {}
+    if place.device_map is not None:
+        found = check_device_map(models[role], place.device_map, trainable=role in TRAINED, task=task)
+        if faults := [finding for finding in found if finding.level == "error"]:
+            raise ConfigError(faults)
+        device_map = dict(place.device_map)
+    elif places.cpu:
+        device_map = {"": "cpu"}
+    else:
+        training = {"purpose": "training", "loss": "value" if role == "critic" else "ppo", **pass_fields}
+        how = {"precision": place.precision, "attn_implementation": place.attn_implementation}
+        fields = training | how if role in TRAINED else {}
+        made = build_device_map(models[role], devices=place.devices, task=task, **fields)
+        device_map, loads = dict(made), dict(made.loads)
+    return {
+        "device_map": device_map,
+        "precision": place.precision,
+        "attn_implementation": place.attn_implementation,
+        "loads": loads,
+        **({"settings": {"offload": place.offload, **place.offloading}} if place.offload != "none" else {}),
+        # The one model that verl's configuration has no place for.
+        **({"model": models["ref"]} if role == "ref" and models["ref"] != models["actor"] else {}),
+    }
 
 
 def _fault(code: str, where: str, given: object, why: str, fix: str) -> Finding:

@@ -8,7 +8,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,21 @@ class Rewards:
             made.append({"score": total, **named})
         return made
 
+    def move(self, model: Mapping[str, Any]) -> None:
+        """Has reward models be where these settings say. What is loaded is released before it is loaded anew, as both may
+        not fit; where that fails it stays with the old settings, and is loaded again when it next scores."""
+        with self._lock:
+            before, loaded = self.parts, [part.name for part in self.parts if part.model and part.name in self._ready]
+            for name in loaded:
+                del self._ready[name]
+            _give_memory_back()
+            self.parts = tuple(replace(part, model=dict(model)) if part.model is not None else part for part in before)
+            try:
+                self._ready |= {part.name: self._load(part) for part in self.parts if part.name in loaded}
+            except BaseException:
+                self.parts = before
+                raise
+
     def _results(self, part: Part, given: Sequence[Mapping[str, Any]]) -> list[Any]:
         """What one reward says of each response, its score a finite number."""
         with self._lock:
@@ -108,6 +123,16 @@ class Rewards:
         if part.model is not None:
             return self.models(str(part.source), part.model)
         return _named(part.source, "reward_model") if isinstance(part.source, str) else part.source
+
+
+def _give_memory_back() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()  # hooks and what they are on hold each other
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _given(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from verl_shard.runtime.memory_record import record_memory
 from verl_shard.runtime.offload import several_calls
 from verl_shard.runtime.packed import use_packed_sdpa
 from verl_shard.runtime.pipeline import pipeline_of
+from verl_shard.runtime.pipeline_links import Links
+from verl_shard.runtime.relocate import move_model
 from verl_shard.verl_plugin import hooks
 from verl_shard.verl_plugin.config import not_as_planned, untrainable
 from verl_shard.verl_plugin.engine_batches import MicroBatches
@@ -97,11 +99,24 @@ class DeviceMapEngine(FSDPEngine):
         if self.get_data_parallel_size() > 1 and not self.engine_config.forward_only:
             same_parameters(self.module, self.get_data_parallel_group())
             self.averager = GradientAverager(self.module, self.get_data_parallel_group())
-        self.pieces = {
-            phase: InPieces(self, forward_only=phase == "forward")
-            for phase in (("forward",) if self.engine_config.forward_only else ("forward", "train"))
-        }
+        self.pieces = self._in_pieces()
         ENGINES[self.engine_config.role] = self
+
+    def _in_pieces(self) -> Mapping[str, InPieces]:
+        phases = ("forward",) if self.engine_config.forward_only else ("forward", "train")
+        return {phase: InPieces(self, forward_only=phase == "forward") for phase in phases}
+
+    def move(self, device_map: Mapping[str, Any], *, links: Links | None = None) -> None:
+        """Lays the model over the devices of another map between two steps, its optimizer's states with it, as if it had
+        been there from the start. links: for tests. Raises as move_model, before anything moves."""
+        base = getattr(self.module, "get_base_model", lambda: self.module)()
+        move_model(base, device_map, optimizer=self.optimizer, links=links)
+        keep_outputs_in_place(base)
+        # Buckets have one device each, and a plan's limits, traces and remedies were those of the old GPUs.
+        if self.averager is not None:
+            self.averager = GradientAverager(self.module, self.get_data_parallel_group())
+        self._planned = {**self._planned, "device_map": dict(device_map), "free": None}
+        self._made_batches, self.pieces = None, self._in_pieces()
 
     def _build_module(self) -> torch.nn.Module:
         engine, model = self.engine_config, self.model_config

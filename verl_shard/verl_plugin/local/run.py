@@ -50,6 +50,8 @@ class LocalRun:
     log_file: Path
     steps_done: int = 0
     timing: dict[str, float] = field(default_factory=dict)
+    working: bool = False
+    """Whether a step is under way."""
     _tracking: Any = None
 
     @classmethod
@@ -85,8 +87,12 @@ class LocalRun:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures a phase of the step by verl's name for it."""
-        began = time.perf_counter()
-        yield
+        began, outer = time.perf_counter(), self.working
+        self.working = True
+        try:
+            yield
+        finally:
+            self.working = outer
         self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - began
 
     def scores(self, samples: Sequence[Sample]) -> list[Scored]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -89,6 +89,10 @@ class Workers:
         entropy = actor.calculate_entropy or actor.entropy_coeff != 0.0
         more = {"calculate_entropy": entropy, "distillation_use_topk": False, "distillation_only": False}
         return self._train(self._actor.update_actor, batch, actor, "actor", **more)
+
+    def move(self, role: str, device_map: Mapping[str, Any], links: Any = None) -> None:
+        """Lays actor, critic or ref over other devices, between two steps. Raises as move_model, before anything moves."""
+        self._engines[role].move(device_map, links=links)
 
     def take_over(self, step: int) -> None:
         """The rollout generates on this run's actor from now on, also where another run was made in this process since.
