@@ -6,9 +6,9 @@ MODEL is a folder or hub id; only its config.json is read. No GPU, verl without 
 
 import sys
 
-from verl_shard import build_plan
+from verl_shard import build_plan, to_verl_overrides
 from verl_shard.verl_plugin.check.run import check
-from verl_shard.verl_plugin.overrides_plan import to_verl_overrides, verl_command
+from verl_shard.verl_plugin.overrides_plan import verl_command
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen2.5-0.5B-Instruct"
 

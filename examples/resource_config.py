@@ -6,8 +6,9 @@ Run: python examples/resource_config.py [FILE]
 import sys
 from pathlib import Path
 
+from verl_shard import load_resource_config
 from verl_shard.common.tables import out
-from verl_shard.config.resource_config import load_resource_config, ownership
+from verl_shard.config.resource_config import ownership
 from verl_shard.config.resource_pools import pool_overrides
 
 FILE = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_suffix(".yaml")
