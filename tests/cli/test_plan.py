@@ -131,3 +131,33 @@ def test_no_command_for_what_does_not_fit_or_verl_cannot_have(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "the plan does not fit, so that nothing is started on it. Take 8." in " ".join(captured.err.split())
+
+
+@pytest.mark.filterwarnings("ignore::verl_shard.common.notices.ShardNotice")
+def test_a_resource_config(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file says who is where; the command line names models, and replaces what it names."""
+    file = tmp_path / "resource_config.yaml"
+    file.write_text(
+        "actor: {device_ids: [0, 1], strategy: fsdp, precision: bf16}\n"
+        "reward: {device_ids: [2]}\n"
+        "nodes: {count: 1, gpus: 4, card: a100-80g}\n"
+    )
+    given = ["plan", "--config", str(file), "--actor", model, "--reward", model, *FEW]
+    assert run([*given, "--set", "reward.devices=[3]", "--save", str(tmp_path / "plan.yaml")]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split("│")[2].strip() for line in shown.splitlines() if line.startswith("│ GPU ")] == [
+        "actor (device_map)",
+        "actor (device_map)",
+        "nobody",
+        "reward",
+    ]
+    made = Plan.load(tmp_path / "plan.yaml")
+    assert (made.roles["actor"].devices, made.roles["actor"].precision) == ((0, 1), "bf16")
+    assert made.roles["reward"].devices == (3,)
+    assert made.backend == "device_map"
+    file.write_text("actor: {strategie: fsdp}\nnodes: {count: 2, gpus: 4, card: a100-80g}\n")
+    assert run(["plan", "--config", str(file), "--gpus", "4", "--gpu", "a100-80g", "--emit", "json"]) == 2
+    said = capsys.readouterr().err
+    assert "line 1" in said
+    assert "strategy" in said
+    assert "--emit" in said

@@ -11,6 +11,7 @@ from verl_shard.cli import passes
 
 if TYPE_CHECKING:
     from verl_shard.common.errors import Faults
+    from verl_shard.config.roles import ResourceConfig
     from verl_shard.planning.plan import Plan
 
 HELP = """Does a PPO or GRPO run fit, which role goes on which GPU, and if it does not fit, the cheapest way to make it.
@@ -33,6 +34,9 @@ def plan(
     gpu_memory: Annotated[str | None, typer.Option(help='Or the memory of each GPU, such as "80GiB".')] = None,
     nodes: Annotated[int, typer.Option(help="Machines that the GPUs are in.", min=1)] = 1,
     host_memory: Annotated[str | None, typer.Option(help='RAM of each machine, such as "512GiB".')] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A resource_config.yaml: who is where and how; what it leaves blank is planned.")
+    ] = None,
     backend: Annotated[
         str | None,
         typer.Option(help="device_map (this package's engine), fsdp or fsdp2 (stock verl with vLLM). [device_map]"),
@@ -84,12 +88,15 @@ def plan(
     from verl_shard.planning.rates import Rates
     from verl_shard.planning.settings import read_roles
 
-    faults = Faults()
+    faults, declared = Faults(), None
     with faults.gathering():
         _check_emit(emit, json=json)
-    given = _roles({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, setting or [], faults)
     with faults.gathering():
-        roles = read_roles(given, backend)  # type: ignore[arg-type]
+        declared = None if config is None else _declared(config)
+    models = {"actor": actor, "critic": critic, "ref": ref, "reward": reward}
+    given = _roles(models, setting or [], faults, declared)
+    with faults.gathering():
+        roles = read_roles(given, backend or ("device_map" if config is not None else None))  # type: ignore[arg-type]
     fields = passes.given(
         algorithm=algorithm,
         train_batch_size=train_batch_size,
@@ -106,7 +113,7 @@ def plan(
     with faults.gathering():
         host = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
     with faults.gathering():
-        inventory = _inventory(gpus, gpu, gpu_memory, nodes, host)
+        inventory = _inventory(gpus, gpu, gpu_memory, nodes, host, declared)
     faults.check()
     made = build_plan(
         roles,
@@ -125,6 +132,10 @@ def plan(
     elif json:
         typer.echo(dumps(made.to_dict(), indent=2))
     else:
+        if declared is not None:
+            from verl_shard.config.resource_config import ownership
+
+            out.print(ownership(roles, inventory))
         out.print(made.report(out.width), end="", markup=False)
     return 0 if made.fits else 2
 
@@ -157,20 +168,39 @@ def check_fits(made: Plan) -> None:
     raise DoesNotFitError(f"the plan does not fit, so that nothing is started on it. {made.fits_with}{listed}")
 
 
-def _inventory(gpus: int | None, gpu: str | None, memory: str | None, nodes: int, host_memory: int | None) -> Any:
+def _declared(path: Path) -> ResourceConfig:
+    from verl_shard.config.resource_config import load_resource_config
+
+    return load_resource_config(path)
+
+
+def _inventory(
+    gpus: int | None,
+    gpu: str | None,
+    memory: str | None,
+    nodes: int,
+    host_memory: int | None,
+    declared: ResourceConfig | None,
+) -> Any:
     from verl_shard.common.errors import config_error
     from verl_shard.config.inventory import Inventory
+    from verl_shard.config.resource_config import inventory_of
     from verl_shard.resources.probe import probe
 
     if gpus is None and (gpu is not None or memory is not None or nodes > 1):
         raise config_error("how-many", "--gpus", None, "which GPUs, but not how many", "Add --gpus 4")
     if gpus is None:
-        return probe()
+        return (None if declared is None else inventory_of(declared)) or probe()
     return Inventory.declared(gpus, card=gpu, memory=memory, n_nodes=nodes, host_memory=host_memory)
 
 
-def _roles(models: dict[str, str | None], settings: list[str], faults: Faults) -> dict[str, Any]:
-    """Roles with models and `--set role.field=value`, its value read as YAML. What is wrong is added to `faults`."""
+def _roles(
+    models: dict[str, str | None], settings: list[str], faults: Faults, declared: ResourceConfig | None
+) -> dict[str, Any] | ResourceConfig:
+    """Roles with models and `--set role.field=value`, its value read as YAML. What is wrong is added to `faults`.
+
+    declared: roles of a file, of which what is given beside it is replaced.
+    """
     import yaml
 
     from verl_shard.common.errors import Finding
@@ -186,11 +216,30 @@ def _roles(models: dict[str, str | None], settings: list[str], faults: Faults) -
         except (ValueError, yaml.YAMLError) as error:
             why, fix = " ".join(str(error).split()), "Write for example --set actor.gradient_checkpointing=true"
             faults.findings.append(Finding("error", "not-a-setting", "--set", text, why, fix))
-    if models["actor"] is None:
+    if declared is not None:
+        with faults.gathering():
+            declared = _with(declared, roles)
+    of_file = declared is not None and declared.actor is not None and declared.actor.model is not None
+    if models["actor"] is None and not of_file:
         why, fix = "the model that is trained is not named", "Add --actor FOLDER_OR_ID"
         faults.findings.append(Finding("error", "no-model", "--actor", "", why, fix))
         roles.setdefault("actor", {})
-    return roles
+    return roles if declared is None else declared
+
+
+def _with(declared: ResourceConfig, roles: dict[str, dict[str, Any]]) -> ResourceConfig:
+    """The file's roles with some of their fields replaced. Raises ConfigError."""
+    from dataclasses import replace
+
+    from verl_shard.config.roles import RoleConfig
+    from verl_shard.config.validated import read
+
+    for role, section in roles.items():
+        new = read(RoleConfig, section, role)
+        own = getattr(declared, role, None) or RoleConfig()
+        fields: dict[str, Any] = {role: replace(own, **{name: getattr(new, name) for name in section})}
+        declared = replace(declared, **fields)
+    return declared
 
 
 def add_to(app: typer.Typer) -> None:

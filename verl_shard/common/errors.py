@@ -42,7 +42,8 @@ class Finding:
 
     def __str__(self) -> str:
         given = f" = {self.given}" if self.given else ""
-        return f"{self.where}{given}: {self.why}. {self.fix}".rstrip(". ") + "."
+        said = f"{self.where}{given}: {self.why}. {self.fix}".rstrip(". ")
+        return said if said.endswith("?") else said + "."
 
 
 class ShardError(Exception):

@@ -9,6 +9,7 @@ from typing import Any
 from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.config.cards import find_card
 from verl_shard.config.inventory import Inventory
+from verl_shard.config.resource_config import check_inventory, inventory_of
 from verl_shard.config.roles import Backend, ResourceConfig, Role, RoleConfig
 from verl_shard.config.workload import Workload
 from verl_shard.planning.backends import Engine, engine_for
@@ -38,7 +39,8 @@ def build_plan(
 
     roles: by role (actor, critic, ref, reward, rollout) a model, as an id, folder, PretrainedConfig or module, or a dict
         of RoleConfig's fields. A critic that ppo needs and a reference that the KL needs are added with the actor's model.
-    gpus: an Inventory, or a number of GPUs with `gpu`, a known card such as "a100-80g", or `gpu_memory`, such as "80GiB".
+    gpus: an Inventory, or a number of GPUs with `gpu`, a known card such as "a100-80g", or `gpu_memory`, such as "80GiB";
+        by default what a ResourceConfig says under `nodes`.
     workload: of Workload's fields; by default ppo with 256 prompts of 512 + 1024 tokens.
     backend: "device_map", our engine, where one process lays each model over its GPUs; "fsdp" or "fsdp2", stock verl
         with vLLM.
@@ -53,13 +55,18 @@ def build_plan(
     Raises ConfigError with every fault.
     """
     faults = Faults()
+    config: ResourceConfig | None = None
     with faults.gathering():
         config = read_roles(roles, backend)
     with faults.gathering():
         given = workload if isinstance(workload, Workload) else Workload(**(workload or {}))
     with faults.gathering():
-        inventory = _inventory(gpus, gpu, gpu_memory)
+        declared = None if config is None or (gpus, gpu, gpu_memory) != (None, None, None) else inventory_of(config)
+        inventory = declared or _inventory(gpus, gpu, gpu_memory)
     faults.check()
+    assert config is not None, "its faults were raised"
+    if config.nodes is not None:
+        check_inventory(config, inventory)
     if side_by_side and config.backend != "device_map":
         why = "stock verl has all roles on all GPUs, one phase after the other"
         raise config_error("no-effect", "side_by_side", True, why, 'Leave it out, or plan with backend="device_map"')

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.config.resource_local import for_local
 from verl_shard.config.roles import ROLES, TRAINED, Backend, ResourceConfig, Role, RoleConfig
 from verl_shard.config.validated import read
 from verl_shard.config.workload import Workload
@@ -15,13 +16,14 @@ MOST_IN_A_MICRO_BATCH = 16
 _BLANK = (None, "auto")
 """What leaves a field to the planner."""
 MOST_GENERATED_AT_ONCE = 256
-_ENGINE_ONLY = ("tensor_parallel_size", "gpu_memory_utilization")
+_ENGINE_ONLY = ("tensor_parallel_size", "gpu_memory_utilization", "vllm_args")
 _FSDP_ONLY = ("param_offload", "optimizer_offload", "offload_policy")
 _TAKEN_BY: dict[str, tuple[tuple[str, ...], tuple[Backend, ...]]] = {
     "logits": (("actor", "ref"), ("device_map", "fsdp", "fsdp2")),
     "offload": (("ref", "reward"), ("device_map",)),
     "tensor_parallel_size": (("rollout", "reward"), ("fsdp", "fsdp2")),
     "gpu_memory_utilization": (("rollout", "reward"), ("fsdp", "fsdp2")),
+    "vllm_args": (("rollout", "reward"), ("fsdp", "fsdp2")),
     "param_offload": (TRAINED, ("fsdp", "fsdp2")),
     "devices": ((), ("fsdp", "fsdp2")),
 }
@@ -54,9 +56,12 @@ class Settings:
 def read_roles(roles: ResourceConfig | Mapping[str, Any], backend: Backend | None = None) -> ResourceConfig:
     """Roles as people give them: a ResourceConfig, or a dict of role to a model or to a dict of RoleConfig's fields.
 
+    A ResourceConfig with verl's strategies gets ours on the device_map backend, which a notice says.
     Raises ConfigError with every fault.
     """
     if isinstance(roles, ResourceConfig):
+        if backend == "device_map" != roles.backend:
+            return for_local(roles)
         return roles if backend is None else replace(roles, backend=backend)
     nested: dict[str, Any] = {}
     for name, given in roles.items():

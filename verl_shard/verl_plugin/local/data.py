@@ -64,5 +64,5 @@ class Prompts:
 
     def load(self, folder: Path) -> None:
         """Goes on where a checkpoint was written."""
-        self._train.load_state_dict(torch.load(folder / STATE, weights_only=False))
+        self._train.load_state_dict(torch.load(folder / STATE, weights_only=True))
         self._iterator = None
