@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ from verl_shard.common.errors import DoesNotFitError
 from verl_shard.common.notices import notice, record_event
 
 Result = TypeVar("Result")
+Seen = Mapping[str, str]
+"""More that an event says, by name."""
 
 WELL, SHORT, STUCK = 0, 1, 2
 """How a process got on with a batch: it is done, memory ran out, memory ran out and nothing smaller is left."""
@@ -84,7 +87,9 @@ class Ladder:
             now = smaller
         return now
 
-    def down(self, asked: Pieces, why: str, *, below: int | None = None, **seen: object) -> Pieces | None:
+    def down(
+        self, asked: Pieces, why: str, *, below: int | None = None, seen: Seen = MappingProxyType({})
+    ) -> Pieces | None:
         """Takes the next remedy, and says it once; None when none is left.
 
         below: there is no more to work on than this: sizes that would change nothing of it are passed over. seen: more for
@@ -100,19 +105,22 @@ class Ladder:
             self.taken += 1
         if below is not None and now.size > below:
             now = replace(now, size=below)
-        record_event("remedy", where=self.where, taken=self.taken, why=why, before=str(now), after=str(smaller), **seen)
+        self._say("remedy", why, now, smaller, seen)
         notice("smaller-pieces", self.where, now, why, str(smaller))
         return smaller
 
-    def up(self, asked: Pieces, why: str, **seen: object) -> Pieces:
+    def up(self, asked: Pieces, why: str, *, seen: Seen = MappingProxyType({})) -> Pieces:
         """Takes back the remedy taken last, if one is."""
         before = self.pieces(asked)
         self.taken = max(0, self.taken - 1)
         now = self.pieces(asked)
         if now != before:
-            said = {"before": str(before), "after": str(now)}
-            record_event("remedy-back", where=self.where, taken=self.taken, why=why, **said, **seen)
+            self._say("remedy-back", why, before, now, seen)
         return now
+
+    def _say(self, kind: str, why: str, before: Pieces, after: Pieces, seen: Seen) -> None:
+        line: dict[str, Any] = {"where": self.where, "taken": self.taken, "why": why, **seen}
+        record_event(kind, **line, before=str(before), after=str(after))
 
     def work(
         self,

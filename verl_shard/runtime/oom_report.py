@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl_shard.common.errors import ShardError
 from verl_shard.common.units import format_bytes
+from verl_shard.memory.estimate import estimate_memory
 from verl_shard.models.dtypes import dtype_name
 from verl_shard.runtime.ladder import one_line
 
@@ -75,6 +77,22 @@ def report_out_of_memory(
             gpus[gpu] = dict(zip(("allocated", "reserved", "free"), sizes, strict=True))
     module = module_of(error.__traceback__, model)
     return OutOfMemoryReport(where, one_line(error), module, tuple(largest_tensors(model, n_largest)), gpus, planned)
+
+
+def estimated(model: Any, tokens: int, **fields: Any) -> str:
+    """What one sequence of so many tokens needs of a GPU, in words. model, fields: as for estimate_memory."""
+    try:
+        found = estimate_memory(model, batch_size=1, seq_len=tokens, **fields)
+    except (ShardError, ValueError, RuntimeError) as error:
+        return f"(It could not be estimated: {error})"
+    return f"One of {tokens} tokens is estimated to take {format_bytes(found.peak)} of a GPU, the model included."
+
+
+def on_gpus(model: Any) -> dict[str, Any] | None:
+    """The model's device_map without what is off the GPUs, for an estimate; None for one that is on one device."""
+    return {
+        name: gpu for name, gpu in getattr(model, "hf_device_map", {}).items() if gpu not in ("cpu", "disk")
+    } or None
 
 
 def module_of(traceback: TracebackType | None, model: nn.Module) -> str:

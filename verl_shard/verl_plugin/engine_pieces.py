@@ -1,8 +1,10 @@
-"""A mini-batch on our engine when a GPU's memory runs out: done again in smaller pieces, by all processes alike."""
+"""A mini-batch on our engine: in smaller pieces where memory is short, and again when it ran out; by all processes alike."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,13 +12,13 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from verl_shard.common.errors import ShardError
 from verl_shard.common.notices import record_event
-from verl_shard.common.units import format_bytes
-from verl_shard.memory.estimate import estimate_memory
+from verl_shard.memory.passes import PassSpec
 from verl_shard.planning.plan_file import planned_peak
+from verl_shard.runtime.allocator import ResourceAllocator
 from verl_shard.runtime.ladder import Ladder, Pieces, is_out_of_memory
-from verl_shard.runtime.oom_report import report_out_of_memory
+from verl_shard.runtime.oom_report import estimated, on_gpus, report_out_of_memory
+from verl_shard.runtime.pass_memory import PassMemory
 from verl_shard.verl_plugin.engine_batches import IN_FLIGHT
 
 PHASES = {
@@ -37,6 +39,11 @@ class InPieces:
         role = engine.engine_config.role
         self.phase = PHASES.get((role, "forward" if forward_only else "train"), role)
         self.ladder = Ladder(self.phase)
+        on = engine.engine_config.allocator == "auto"
+        self.allocator = ResourceAllocator(self.ladder, self._needed, agree=self._agree) if on else None
+        self._memory: PassMemory | None = None
+        self._lengths: list[int] = []
+        self._packed = False
 
     def run(self, run: Callable[[TensorDict], Any], data: TensorDict, at: Callable[[], Mapping[str, Any]]) -> Any:
         """What run(data) gives. verl's keys in data say how it is cut, and are set anew after memory ran out.
@@ -44,10 +51,16 @@ class InPieces:
         at: the rows of the batch that were worked on last and their tokens, as {"rows": ..., "tokens": ...}.
         """
         asked = self.asked(data)
+        self._lengths = sorted(data["input_ids"].offsets().diff().tolist(), reverse=True)
+        self._packed = bool(tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True))
+        if self.allocator is not None:
+            self.allocator.before(asked)
 
         def attempt(pieces: Pieces) -> Any:
+            watching = nullcontext() if self.allocator is None else self.allocator.watching(pieces)
             try:
-                return run(self.cut(data, pieces, asked))
+                with watching:
+                    return run(self.cut(data, pieces, asked))
             except Exception as error:
                 if is_out_of_memory(error):
                     self._report(error)
@@ -116,23 +129,50 @@ class InPieces:
     def _estimate(self, tokens: int) -> str:
         """What one sequence needs, in words."""
         engine = self._engine
-        value = engine.model_config.model_type == "value_model"
-        device_map = {name: gpu for name, gpu in getattr(engine.module, "hf_device_map", {}).items() if gpu != "cpu"}
-        try:
-            found = estimate_memory(
-                engine.model_config.hf_config,
-                task="value" if value else "causal-lm",
-                phase="forward" if self._forward_only else "train",
-                batch_size=1,
-                seq_len=tokens,
-                precision=engine.precision,
-                device_map=device_map or None,
-                **(
-                    {}
-                    if self._forward_only
-                    else {"gradient_checkpointing": engine.model_config.enable_gradient_checkpointing}
-                ),
-            )
-        except (ShardError, ValueError, RuntimeError) as error:
-            return f"(It could not be estimated: {error})"
-        return f"One of {tokens} tokens is estimated to take {format_bytes(found.peak)} of a GPU, the model included."
+        checkpointing = engine.model_config.enable_gradient_checkpointing
+        return estimated(
+            engine.model_config.hf_config,
+            tokens,
+            task=_task(engine),
+            phase="forward" if self._forward_only else "train",
+            precision=engine.precision,
+            device_map=on_gpus(engine.module),
+            **({} if self._forward_only else {"gradient_checkpointing": checkpointing}),
+        )
+
+    def _needed(self, pieces: Pieces) -> dict[Any, int] | None:
+        """Bytes that the batch takes in such pieces, by device."""
+        if self._memory is None:
+            self._memory = _memory_of(self._engine, forward_only=self._forward_only, padded=not self._packed)
+        lengths, longest = self._lengths, self._lengths[0]
+        if pieces.total is None:
+            tokens = min(pieces.size, sum(lengths))
+        else:
+            size = pieces.size * (len(lengths) // pieces.total)
+            tokens = sum(lengths[:size]) if self._packed else size * longest
+        return self._memory.of(math.ceil(tokens / longest), longest, in_flight=pieces.in_flight)
+
+
+def _task(engine: Any) -> str:
+    return "value" if engine.model_config.model_type == "value_model" else "causal-lm"
+
+
+def _memory_of(engine: Any, *, forward_only: bool, padded: bool) -> PassMemory:
+    """The passes of an engine's phase, as verl_shard plan has them (planning/models.py)."""
+    model, task = engine.model_config, _task(engine)
+    fields: dict[str, Any] = {"precision": engine.precision, "lora_rank": model.lora_rank or 0, "padded": padded}
+    used = getattr(engine.module.config, "_attn_implementation", None)
+    fields["attn_implementation"] = used if used in ("eager", "flash_attention_2") else "sdpa"
+    if task == "causal-lm":
+        fields["loss"] = "verl-fused" if model.use_fused_kernels else "verl-ppo"
+    elif not forward_only:
+        fields["loss"] = "value"
+    if forward_only:
+        wanted = PassSpec(phase="forward", trainable=not engine.engine_config.forward_only, **fields)
+    else:
+        # Of the optimizer's step nothing is asked, and plain SGD is traced fastest.
+        checkpointing = bool(model.enable_gradient_checkpointing)
+        wanted = PassSpec(
+            phase="train", accumulating=True, gradient_checkpointing=checkpointing, optimizer="sgd", **fields
+        )
+    return PassMemory(model.hf_config, task, wanted, getattr(engine.module, "hf_device_map", {}))

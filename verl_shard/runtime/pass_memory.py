@@ -1,0 +1,139 @@
+"""What a pass of a model takes beyond what is there before it, for batches of any size, from a few traces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from verl_shard.common.errors import ShardError
+from verl_shard.memory.cached import cached_lora, cached_trace, description_of
+from verl_shard.memory.passes import PassSpec
+from verl_shard.memory.recording import KV_CACHE
+from verl_shard.memory.trace import Trace
+from verl_shard.models.devices import parse_device
+from verl_shard.models.meta import positions_of
+from verl_shard.models.read import read_model
+
+_log = logging.getLogger(__name__)
+
+SHORTEST = 256
+"""In tokens. Traces are made for lengths of so many tokens and of twice, four times, ... as many."""
+MOST_TRACED = 6
+"""Lengths that are traced, twice each; a trace takes about a second. Further ones are read from a longer one."""
+
+
+class PassMemory:
+    """Bytes by device of one pass. Of one length all that a pass allocates grows with the number of sequences, by as much
+    for each: two traces give it for any number, and for lengths between.
+
+    config, task: of the model, as for read_model. wanted: the pass; its batch_size and seq_len are not looked at.
+    device_map: where the model is, by names of its modules (of those behind adapters).
+    """
+
+    def __init__(self, config: Any, task: str, wanted: PassSpec, device_map: Mapping[str, Any]) -> None:
+        self._config, self._task, self._wanted = config, task, wanted
+        self._map = {name: parse_device(device) for name, device in device_map.items()}
+        self._model: tuple[Any, Any, Any] | None = None
+        self._devices: list[Any] = []
+        self._lines: dict[int, tuple[int, dict[Any, _Line]]] = {}
+        self._failed = False
+
+    def of(self, rows: int, length: int, *, in_flight: int = 1) -> dict[Any, int] | None:
+        """Of `rows` sequences of `length` tokens in each micro-batch; None where the model cannot be traced."""
+        lines = self._lines_for(rows, length)
+        if lines is None:
+            return None
+        return {device: line.at(rows * length, in_flight) for device, line in lines.items()}
+
+    def of_generation(self, rows: int, length: int, new_tokens: int, at_once: int) -> dict[Any, int] | None:
+        """Of `rows` responses of new_tokens to prompts of `length` tokens, of which at_once are computed together."""
+        lines = self._lines_for(min(rows, at_once), length)
+        if lines is None:
+            return None
+        # A cache that is laid out anew is there twice of one layer at a time.
+        caches = rows * (length + new_tokens) * (1 + 1 / len(self._devices))
+        prompts = min(rows, at_once) * length
+        return {device: line.at(prompts, 1) + int(caches * line.cached) for device, line in lines.items()}
+
+    def _lines_for(self, rows: int, length: int) -> dict[Any, _Line] | None:
+        if self._failed:
+            return None
+        try:
+            return self._line(rows, length)
+        except (ShardError, ValueError, RuntimeError) as error:
+            _log.info("its passes are not traced, so that nothing is estimated: %s", error)
+            self._failed = True
+            return None
+
+    def _line(self, rows: int, length: int) -> dict[Any, _Line]:
+        self._read()
+        assert self._model is not None
+        bucket = SHORTEST
+        while bucket < length:
+            bucket *= 2
+        positions = positions_of(self._model[1])
+        bucket = min(bucket, positions) if positions is not None and positions >= length else bucket
+        longer = sorted(known for known in self._lines if known >= bucket)
+        if len(self._lines) >= MOST_TRACED and longer:
+            bucket = longer[0]
+        most, lines = self._lines.get(bucket, (0, {}))
+        if rows > most:
+            # Two rows at least: one gives no line. Beyond what was traced it goes on as it is.
+            most = most or max(2, rows)
+            lines = lines or self._between(self._trace(1, bucket), self._trace(most, bucket), most, bucket)
+            self._lines[bucket] = (most, lines)
+        return lines
+
+    def _read(self) -> None:
+        if self._model is not None:
+            return
+        wanted = self._wanted
+        spec, module = read_model(self._config, task=self._task, dtype=wanted.weight_dtype)
+        placed = self._map
+        if wanted.lora_rank:
+            spec, module = cached_lora(spec, module, wanted, description_of(module))
+            placed = {f"base_model.model.{name}" if name else name: device for name, device in placed.items()}
+        self._devices = list(spec.devices_of(placed))
+        self._model = spec, module, description_of(module)
+
+    def _trace(self, rows: int, length: int) -> Trace:
+        assert self._model is not None
+        spec, module, described = self._model
+        wanted = replace(self._wanted, batch_size=rows, seq_len=length)
+        return cached_trace(spec, module, wanted, described)
+
+    def _between(self, one: Trace, more: Trace, rows: int, length: int) -> dict[Any, _Line]:
+        found = {}
+        for device in dict.fromkeys(self._devices):
+            blocks = [i for i, at in enumerate(self._devices) if at == device]
+            first, second = _above(one, blocks), _above(more, blocks)
+            slope = (second - first) / ((rows - 1) * length)
+            kept = int(one.recording.kept[blocks].sum()) / length
+            cached = float(one.kinds[:, blocks, KV_CACHE].max(axis=0).sum()) / length
+            found[device] = _Line(first - slope * length, slope, kept, cached)
+        return found
+
+
+@dataclass(frozen=True)
+class _Line:
+    """base + tokens * slope. By token: kept: what a further micro-batch in flight keeps; cached: keys and values."""
+
+    base: float
+    slope: float
+    kept: float
+    cached: float
+
+    def at(self, tokens: int, in_flight: int) -> int:
+        return max(0, int(self.base + self.slope * tokens + (in_flight - 1) * self.kept * tokens))
+
+
+def _above(trace: Trace, blocks: list[int]) -> int:
+    """The peak of a pass on a device with these blocks, above what is there when it begins. The optimizer's step is
+    left out: how a mini-batch is cut changes nothing of it."""
+    start, end = min(trace.phases.values()), trace.phases.get("optimizer", len(trace.live))
+    held: np.ndarray = trace.live[:, blocks].sum(axis=1)
+    return int(held[start:end].max() - held[start - 1])
