@@ -1,4 +1,4 @@
-"""Marks for blocks of pages that have no comments of their own: by page and first line of code. See blocks.py."""
+"""Marks for blocks of pages that have no comments of their own, by page and first line of code. See blocks.py."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MARKS_OF: dict[tuple[str, str], dict[str, str]] = {
     ("docs/doctor.md", "from verl_shard.diagnosis.doctor import examine"): {
         "not run": "it starts processes for half a minute"
     },
-    ("docs/explain.md", "verl-shard explain run.log                # a file"): {"exit": "1 there is a fault"},
+    ("docs/explain.md", "verl-shard explain run.log # a file"): {"exit": "1 there is a fault"},
     ("docs/explain.md", "A GPU ran out of memory in update_actor"): {"shown": "in a wider window"},
     ("docs/gpus.md", "from verl_shard import get_gpu_usage, pin_to_device"): {"not run": "it needs a GPU"},
-    ("docs/gpus.md", 'pin_to_device([2, 3])        # or 2, "2-3", "cuda:2"'): {"not run": "it needs a GPU"},
+    ("docs/gpus.md", 'pin_to_device([2, 3]) # or 2, "2-3", "cuda:2"'): {"not run": "it needs a GPU"},
     (
         "docs/gpus.md",
         "error: GPU 1 = NVIDIA H200: pid 4711 of anna (python train.py, 71.20 GiB). Name another GPU, or wait, or end what "
