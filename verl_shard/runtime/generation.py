@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from verl_shard.common.notices import notice
-from verl_shard.runtime.generation_rows import RowDecoder, base_of, why_not_rows
+from verl_shard.runtime.generation_rows import Progress, RowDecoder, base_of, why_not_rows
 from verl_shard.runtime.generation_sampling import Response, Sampling, choose, penalize, uniforms_of, warpers
 
 # What a folder's generation_config.json may hold that changes the choice of tokens: each turned off, by generate's own names.
@@ -44,26 +44,30 @@ def generate(
     device: torch.device,
     max_new_tokens: Sequence[int] | None = None,
     max_rows: int | None = None,
+    progress: Progress | None = None,
 ) -> list[Response]:
     """Continues each prompt; results are in the order of the prompts.
 
     prompts: token ids, of any lengths. seeds: one for each prompt. device: where token ids go in. max_new_tokens: of each
     prompt, where they are not all the sampling's. max_rows: at most so many are computed at once, by default all.
+    progress: told how far it is, for when it fails.
     """
+    progress = progress or Progress()
     most = [sampling.max_new_tokens] * len(prompts) if max_new_tokens is None else list(max_new_tokens)
     stops, rows = sampling.stops(eos_token_ids), max_rows or len(prompts)
     was_training = model.training
     model.eval()
     try:
         if (why := why_not_rows(model)) is None:
-            return RowDecoder(model, prompts, seeds, sampling, most, stops, device, rows).run()
+            return RowDecoder(model, prompts, seeds, sampling, most, stops, device, rows, progress=progress).run()
         used = "transformers' generate, in which a batch lasts until its longest response ends"
         notice("plain-generate", "rollout", type(base_of(model)).__name__, why, used)
-        made: list[Response] = []
         for at in range(0, len(prompts), rows):
             part = slice(at, at + rows)
-            made += _plainly(model, prompts[part], seeds[part], sampling, most[part], stops, pad_token_id, device)
-        return made
+            progress.at = list(range(len(prompts))[part])
+            found = _plainly(model, prompts[part], seeds[part], sampling, most[part], stops, pad_token_id, device)
+            progress.done.update(zip(progress.at, found, strict=True))
+        return [progress.done[i] for i in range(len(prompts))]
     finally:
         model.train(was_training)
 

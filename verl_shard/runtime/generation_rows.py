@@ -75,6 +75,14 @@ def why_not_rows(model: Any) -> str | None:
 
 
 @dataclass
+class Progress:
+    """How far a run is, for when it does not end: responses that are whole, by request, and the requests under way."""
+
+    done: dict[int, Response] = field(default_factory=dict)
+    at: list[int] = field(default_factory=list)
+
+
+@dataclass
 class _Row:
     request: int
     start: int
@@ -86,7 +94,7 @@ class RowDecoder:
     """Generates for requests on one model. All are lists by request.
 
     stops: the tokens that end a response. most: the longest response of each. max_rows: at most so many at once. capture:
-    what makes a graph of a step, where steps of a fixed shape are wanted.
+    what makes a graph of a step, where steps of a fixed shape are wanted. progress: told how far it is.
     """
 
     model: Any
@@ -99,6 +107,7 @@ class RowDecoder:
     max_rows: int
     capture: Capture | None = None
     stats: Stats = field(default_factory=Stats)
+    progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         base = base_of(self.model)
@@ -142,12 +151,13 @@ class RowDecoder:
             enough = min(len(waiting), max(1, self.max_rows // REFILL_SHARE))
             if waiting and (not self._rows or free >= enough):
                 admitted, waiting = waiting[:free], waiting[free:]
+                self.progress.at = [*(row.request for row in self._rows), *admitted]
                 tokens = torch.cat([tokens, self._admit(admitted)])
             else:
                 tokens = self._step(tokens)
             tokens = self._retire(tokens)
         self.stats.cache_bytes = self._cache.peak_bytes
-        return [Response(*made) for made in zip(self._ids, self._log_probs, strict=True)]
+        return [self.progress.done[i] for i in range(len(self.prompts))]
 
     def _admit(self, requests: list[int]) -> torch.Tensor:
         """Prefills requests into free rows; returns their first tokens."""
@@ -269,6 +279,9 @@ class RowDecoder:
         ended = [at for at, row in enumerate(self._rows) if self._has_ended(row.request)]
         if not ended:
             return tokens
+        for at in ended:
+            request = self._rows[at].request
+            self.progress.done[request] = Response(self._ids[request], self._log_probs[request])
         order = list(range(len(self._rows)))
         for at in reversed(ended):
             last = len(order) - 1
@@ -277,6 +290,7 @@ class RowDecoder:
                 order[at] = order[last]
             order.pop()
         self._rows = [self._rows[at] for at in order]
+        self.progress.at = [row.request for row in self._rows]
         self._cache.keep_first(len(order))
         self._follow()
         return tokens[order]

@@ -42,6 +42,7 @@ class InPieces:
         on = engine.engine_config.allocator == "auto"
         self.allocator = ResourceAllocator(self.ladder, self._needed, agree=self._agree) if on else None
         self._memory: PassMemory | None = None
+        self._placed: tuple[dict[str, Any], bool] | None = None
         self._lengths: list[int] = []
         self._packed = False
 
@@ -142,8 +143,12 @@ class InPieces:
 
     def _needed(self, pieces: Pieces) -> dict[Any, int] | None:
         """Bytes that the batch takes in such pieces, by device."""
-        if self._memory is None:
-            self._memory = _memory_of(self._engine, forward_only=self._forward_only, padded=not self._packed)
+        placed = dict(getattr(self._engine.module, "hf_device_map", {}))
+        if self._memory is None or self._placed != (placed, self._packed):
+            self._placed = placed, self._packed
+            self._memory = _memory_of(
+                self._engine, forward_only=self._forward_only, padded=not self._packed, placed=placed
+            )
         lengths, longest = self._lengths, self._lengths[0]
         if pieces.total is None:
             tokens = min(pieces.size, sum(lengths))
@@ -157,7 +162,7 @@ def _task(engine: Any) -> str:
     return "value" if engine.model_config.model_type == "value_model" else "causal-lm"
 
 
-def _memory_of(engine: Any, *, forward_only: bool, padded: bool) -> PassMemory:
+def _memory_of(engine: Any, *, forward_only: bool, padded: bool, placed: Mapping[str, Any]) -> PassMemory:
     """The passes of an engine's phase, as verl_shard plan has them (planning/models.py)."""
     model, task = engine.model_config, _task(engine)
     fields: dict[str, Any] = {"precision": engine.precision, "lora_rank": model.lora_rank or 0, "padded": padded}
@@ -175,4 +180,4 @@ def _memory_of(engine: Any, *, forward_only: bool, padded: bool) -> PassMemory:
         wanted = PassSpec(
             phase="train", accumulating=True, gradient_checkpointing=checkpointing, optimizer="sgd", **fields
         )
-    return PassMemory(model.hf_config, task, wanted, getattr(engine.module, "hf_device_map", {}))
+    return PassMemory(model.hf_config, task, wanted, placed)

@@ -10,7 +10,7 @@ import ray
 from verl.workers.rollout.base import BaseRollout
 
 from verl_shard.common.errors import RunError, config_error
-from verl_shard.verl_plugin.rollout.generate import Response, Sampling, generate
+from verl_shard.verl_plugin.rollout.generate import Response, Sampling, generation_of
 
 
 def server_name(replica_rank: int) -> str:
@@ -91,12 +91,16 @@ def generate_in_worker(
     engine = ENGINES["actor"]
 
     def work() -> list[Response]:
-        with record_memory("rollout", "generate", engine.step), engine.autocast():
-            return generate(
-                engine.module, prompts, seeds, sampling,
+        generation = generation_of(engine)
+        with record_memory("rollout", "generate", engine.step) as record, engine.autocast():
+            made = generation.run(
+                prompts, seeds, sampling,
                 pad_token_id=pad, eos_token_ids=eos, device=input_device(engine.module),
                 max_new_tokens=max_new_tokens, max_rows=max_rows,
             )  # fmt: skip
+            if generation.ladder.taken:
+                record["remedies"] = generation.ladder.taken
+            return made
 
     with ThreadPoolExecutor(1, thread_name_prefix="verl_shard_generate") as pool:
         return pool.submit(work).result()

@@ -7,9 +7,10 @@ from typing import Any
 
 from verl_shard.common.seeds import derive_seed
 from verl_shard.runtime.generation import generate
+from verl_shard.runtime.generation_pieces import Generation
 from verl_shard.runtime.generation_sampling import Response, Sampling
 
-__all__ = ["RequestSeeds", "Response", "Sampling", "generate", "stop_tokens"]
+__all__ = ["RequestSeeds", "Response", "Sampling", "generate", "generation_of", "stop_tokens"]
 
 
 def stop_tokens(tokenizer: Any, generation_config: Any) -> tuple[list[int], int]:
@@ -18,6 +19,18 @@ def stop_tokens(tokenizer: Any, generation_config: Any) -> tuple[list[int], int]
     eos = tokenizer.eos_token_id if eos is None else eos
     ends = list(eos) if isinstance(eos, list | tuple) else [eos]
     return ends, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+
+
+_GENERATION = "verl_shard_generation"
+
+
+def generation_of(engine: Any) -> Generation:
+    """The Generation of an engine, made when it is first asked for, and anew where the engine has another module."""
+    made: Generation | None = vars(engine).get(_GENERATION)
+    if made is None or made.model is not engine.module:
+        made = Generation(engine.module, precision=engine.precision, allocator=engine.engine_config.allocator == "auto")
+        setattr(engine, _GENERATION, made)
+    return made
 
 
 class RequestSeeds:
