@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_shard.common.collection import no_collection
 from verl_shard.common.errors import MissingExtraError, config_error
 from verl_shard.common.notices import RUN_DIR_VARIABLE
+from verl_shard.common.tables import err
 from verl_shard.config.data_files import DataFiles
 from verl_shard.config.run_folder import Launch, RunFolder, whole_checkpoints
-from verl_shard.training import placement
+from verl_shard.training import moving, placement
 from verl_shard.training.callbacks import is_validation, progress_line
-from verl_shard.training.data import write_rows
 from verl_shard.training.folder import open_folder
-from verl_shard.training.inputs import read_inputs
-from verl_shard.training.models import as_folder, load_tokenizer
-from verl_shard.training.rewards import Part, Rewards
+from verl_shard.training.inputs import loading, read_inputs
+from verl_shard.training.owners import Leases
+from verl_shard.training.saved import save_inputs, with_saved_models
 from verl_shard.verl_plugin.local.group import Processes, join, launched, use_platform
 
 if TYPE_CHECKING:
@@ -37,8 +40,8 @@ class PPOTrainer:
         and messages by name and returns a number; "file.py:name"; a reward model; or a list of these or of
         (reward, weight) pairs. By default the quick start's verifier with its data, else verl's own by data_source.
     model_config: by role, where a model is and in what precision: {"actor": {"device": "cuda:0", "dtype": torch.bfloat16}}.
-        Or a Plan. generation_config, ppo_config: see docs/local_ppo.md, which has every key. Keys that are not known are
-        refused, none is ignored.
+        Or a Plan, a ResourceConfig or the file of one. generation_config, ppo_config: see
+        docs/local_ppo.md, which has every key. Keys that are not known are refused, none is ignored.
     train_data, val_data: a parquet file or several, a Dataset, or a list of prompts (texts, conversations or rows in
         verl's columns). Without train_data the quick start's tasks are taken, without val_data a tenth is held out.
     runner: "local" trains in this process, or in those that accelerate launch or torchrun started, each with GPUs of its
@@ -102,6 +105,9 @@ class PPOTrainer:
         identity = self._inputs.settings.identity()
         self.output_dir = open_folder(self._processes, output_dir, identity, resume=resume, runner=runner)
         self._run_folder = RunFolder(self.output_dir)
+        if resume:
+            places = moving.moved_before(self._run_folder, places, self._processes)
+            self._inputs = replace(self._inputs, places=places)
         # Of a run that goes on, what its last checkpoint has behind it.
         done = max(whole_checkpoints(self.output_dir / "checkpoints"), default=0)
         self._records: list[Metrics] = [r for r in self._run_folder.metrics() if done and r["step"] <= done]
@@ -110,7 +116,10 @@ class PPOTrainer:
         self._prepare()
         self._launch: Launch | None = None
         self._local: LocalRun | None = None
-        self._stopping = False
+        self._leave_after: int | None = None
+        self._stopping, self._shows_owners = False, False
+        self._leases = Leases()
+        weakref.finalize(self, self._leases.keep, ())
 
     @property
     def metrics(self) -> list[Metrics]:
@@ -124,7 +133,7 @@ class PPOTrainer:
 
     def train(self) -> list[Metrics]:
         """Trains to the last step, with callbacks, validations and checkpoints on the way; returns the metrics."""
-        steps, done = self._inputs.settings.ppo["steps"], max((record["step"] for record in self._records), default=0)
+        steps, done = self._inputs.settings.ppo["steps"], self._last_step
         if done >= steps:
             why = f"the run in {self.output_dir} has {done} steps"
             raise config_error(
@@ -163,7 +172,13 @@ class PPOTrainer:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes the trained actor and its tokenizer as save_pretrained does. On Ray those of the last checkpoint."""
         path = Path(folder)
-        model = self._from_checkpoint() if self.runner == "verl" else self.model
+        if self.runner == "verl":
+            from verl_shard.training.on_verl import model_of_checkpoint
+
+            lora = bool(self._inputs.settings.ppo["lora_rank"])
+            model = model_of_checkpoint(self.output_dir / "checkpoints", self._models["actor"], lora=lora)
+        else:
+            model = self.model
         if self._processes.first:
             model.save_pretrained(path)
             self._inputs.tokenizer.save_pretrained(path)
@@ -183,58 +198,76 @@ class PPOTrainer:
         self._need_local("stop", "set ppo_config['steps']")
         self._stopping = True
 
+    def update_resource(self, component: str, device_ids: Any, strategy: str | None = None) -> None:
+        """Has a component be on other devices from the next step on; see docs/moving_resources.md for what can be moved.
+
+        device_ids: GPU ids as a list or a text ("0-1"), a device_map, or "cpu" for a reward model. strategy: none, device_map,
+        or data_parallel for a reward model; by default what as many ids say.
+        To be called between two steps, from a callback too; of several processes in all. The local runner moves at once, the
+        optimizer's states too; on Ray the launch ends after its next checkpoint and another goes on from there.
+        Raises ConfigError for what cannot be moved and GPUs that others use, and DoesNotFitError, before anything moves.
+        """
+        before, ppo = self._inputs.places, self._inputs.settings.ppo
+        moving.check_between_steps(self._local)
+        read = partial(moving.read_change, component, device_ids, strategy, runner=self.runner, places=before)
+        change = moving.agreed(self._processes, partial(read, lora=bool(ppo["lora_rank"])))
+        if change.is_nothing(before):
+            return
+        on_ray = self.runner == "verl" and self._launch is not None
+        moving.check_checkpoints(change, ppo["save_freq"], under_way=on_ray)
+        try:
+            self._processes.gather(partial(self._move, change))
+        except BaseException:
+            self._leases.keep(before.gpus)
+            raise
+        self._inputs = replace(self._inputs, places=change.places)
+        if on_ray:
+            self._leave_after = self._last_step if self._leave_after is None else self._leave_after
+        else:
+            self._leases.keep(change.places.gpus)
+        moving.remember(self._run_folder, self._processes, change.places, change.role)
+        moving.record(self.output_dir, change, before, self._last_step, self._processes.rank)
+        if self._progress and self._processes.first:
+            err.print(f"{change.words}{' after the next checkpoint' if on_ray else ''}")
+
+    def _move(self, change: moving.Change) -> list[None]:
+        """What there is of a role now goes where it is to be, and the plan says so."""
+        places, role = change.places, change.role
+        if self._leases.gpus:
+            self._leases.take(places.gpus)
+        if role == "reward":
+            assert self._rewards is not None
+            self._rewards.move(loading(places.roles["reward"], cpu=places.cpu))
+            return []
+        entry = placement.entry_of(role, places, self._models, **self._pass_fields)
+        if self._local is not None:
+            self._local.workers.move(role, entry["device_map"])
+        placement.lay_out_again(role, entry, places, self._plan)
+        return []
+
+    @property
+    def _last_step(self) -> int:
+        return max((record["step"] for record in self._records), default=0)
+
+    @property
+    def _pass_fields(self) -> dict[str, Any]:
+        """Of a training pass, for device maps."""
+        inputs, settings = self._inputs, self._inputs.settings
+        return {
+            "batch_size": settings.ppo["micro_batch_size"],
+            "seq_len": inputs.longest_prompt + settings.generation["max_new_tokens"],
+            "gradient_checkpointing": settings.gradient_checkpointing,
+        }
+
     def _prepare(self) -> None:
-        """Data and models as both runners load them: written by the first process, and named by all."""
-        inputs, folder = self._inputs, self.output_dir
-
-        def work() -> list[tuple[DataFiles, dict[str, str]]]:
-            if not self._processes.first:
-                return [(DataFiles(Path(), Path()), {})]
-            files = write_rows(inputs.rows, inputs.held_out, folder / "data")
-            if self._own_tokenizer:
-                inputs.tokenizer.save_pretrained(folder / "tokenizer")
-            models: dict[str, str] = {}
-            for role in ("actor", "critic", "ref"):
-                given = inputs.models[role] if inputs.models[role] is not None else inputs.models["actor"]
-                own = role == "actor" or given is not inputs.models["actor"]
-                models[role] = (
-                    as_folder(role, given, inputs.tokenizer, folder / "models" / role) if own else models["actor"]
-                )
-            return [(files, models)]
-
-        self._files, self._models = self._processes.gather(work)[0]
-        self._rewards = self._with_saved_rewards()
-        name = "plan.yaml" if self._processes.first else f"plan.{self._processes.rank}.yaml"
-        self._plan = folder / name
-        settings = inputs.settings
-        placement.lay_out(
-            inputs.places,
-            self._models,
-            self._plan,
-            batch_size=settings.ppo["micro_batch_size"],
-            seq_len=inputs.longest_prompt + settings.generation["max_new_tokens"],
-            gradient_checkpointing=settings.gradient_checkpointing,
-        )
-
-    def _with_saved_rewards(self) -> Rewards | None:
-        """The rewards with loaded reward models saved and named by their folders."""
-        rewards, given = self._inputs.rewards, self._inputs.models["reward"]
-        if rewards is None or given is None:
-            return rewards
-        parts: list[Part] = []
-        for index, (part, item) in enumerate(
-            zip(rewards.parts, given if isinstance(given, list) else [given], strict=True)
-        ):
-            module = item[0] if isinstance(item, tuple) else item
-            if not hasattr(module, "state_dict"):
-                parts.append(part)
-                continue
-            folder = self.output_dir / "models" / f"reward-{index}"
-            if self._processes.first:
-                as_folder("reward", module, load_tokenizer(module, None), folder)
-            parts.append(Part(folder.name, str(folder), part.weight, part.model))
-        self._processes.gather(list)
-        return Rewards(tuple(parts))
+        """Data, models and the plan as both runners load them."""
+        inputs, folder, processes = self._inputs, self.output_dir, self._processes
+        self._files, self._models = save_inputs(inputs, folder, processes, own_tokenizer=self._own_tokenizer)
+        self._rewards = with_saved_models(inputs, folder, processes)
+        if self._rewards is not None and "reward" in inputs.places.roles:  # it may have moved since the run began
+            self._rewards.move(loading(inputs.places.roles["reward"], cpu=inputs.places.cpu))
+        self._plan = folder / ("plan.yaml" if processes.first else f"plan.{processes.rank}.yaml")
+        placement.lay_out(inputs.places, self._models, self._plan, **self._pass_fields)
 
     def _overrides(self, *, reward: str | None) -> list[str]:
         """verl's configuration of this run, from the checkpoint that its launch begins with."""
@@ -271,7 +304,8 @@ class PPOTrainer:
         except ImportError as error:
             raise MissingExtraError("PPOTrainer", "verl", error.name or "") from error
         os.environ[RUN_DIR_VARIABLE] = str(self.output_dir)
-        with self._processes.together():
+        self._leases.own(self._inputs.places, self._processes, shown=self._shows_owners)
+        with self._leases.until_failure(), self._processes.together():
             if self._processes.first:
                 self._launch = self._run_folder.new_launch()
                 self._run_folder.write_metrics()
@@ -300,6 +334,8 @@ class PPOTrainer:
             except BaseException:
                 run.close(failed=True)
                 raise
+            finally:
+                self._leases.keep(())
 
     def _on_record(self, step: int, metrics: Metrics) -> bool:
         """Keeps the metrics of a step and tells callbacks of them; whether to stop."""
@@ -317,58 +353,47 @@ class PPOTrainer:
     def _on_ray(self) -> None:
         """Trains on verl's own trainer."""
         self._inputs.callbacks.tell("on_train_begin", self)
-        self._launch_verl()
+        while True:
+            self._leave_after = None
+            with suppress(moving.Relaunch):
+                self._launch_verl()
+                return
 
     def _launch_verl(self, *more: str) -> list[Metrics]:
-        """Runs verl's main program once; returns what it logged."""
-        from verl_shard.training.handed_reward import hand_over
-        from verl_shard.verl_plugin.fork_server import can_fork, fork_server
-        from verl_shard.verl_plugin.launch import environment, run_verl
+        """Runs verl's main program once; returns what it logged. more: overrides of a launch that is no training.
 
-        cpu, reward = self._inputs.places.cpu, None
-        # Its processes compute in turn, so each may have all cores.
-        env = environment(cpu=cpu, threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
-        env.setdefault("TENSORBOARD_DIR", str(self.output_dir / "tensorboard"))
+        Raises Relaunch where update_resource has it go on elsewhere.
+        """
+        from verl_shard.training.on_verl import REWARD, hand_over, run_launch
+
+        reward = None if self._rewards is None else REWARD
         if self._rewards is not None:
             hand_over(self._rewards, self.output_dir)
-            reward = "pkg://verl_shard.training.handed_reward:compute_score"
         launch = self._launch = self._run_folder.new_launch()
         self._run_folder.write_metrics()
+        if not more:  # what was beyond the checkpoint is done again
+            self._records = [record for record in self._records if record["step"] <= launch.after_step]
         overrides = [*self._overrides(reward=reward), *more]
-        (self.output_dir / "overrides.txt").write_text("\n".join(overrides) + "\n", encoding="utf-8")
-        hydra = [f"hydra.run.dir={self.output_dir / 'launches' / f'{launch.number}.hydra'}", "hydra.output_subdir=."]
-        total = self._inputs.settings.ppo["steps"]
-        with ExitStack() as stack:
-            line = stack.enter_context(progress_line(total, shown=self._progress))
-            server = stack.enter_context(fork_server(env)) if cpu and can_fork() else None
+        steps, checkpoints = self._inputs.settings.ppo["steps"], self.output_dir / "checkpoints"
 
-            def on_record(record: Metrics) -> None:
-                if not more and (record["step"] > launch.after_step or launch.after_step == 0):
-                    line.show(record["step"], record["data"])
-                    self._on_record(record["step"], record["data"])
+        def on_record(record: Metrics) -> None:
+            if not more and (record["step"] > launch.after_step or launch.after_step == 0):
+                self._on_record(record["step"], record["data"])
 
-            run_verl([*overrides, *hydra], self._run_folder, env=env, launch=launch, on_record=on_record, server=server)
-        return launch.records()
+        def on_look() -> None:
+            since = None if more else self._leave_after
+            if since is not None and moving.can_leave(checkpoints, since=since, seen=self._last_step, last=steps):
+                raise moving.Relaunch
 
-    def _from_checkpoint(self) -> Any:
-        """The actor of the last whole checkpoint."""
-        import torch
-
-        from verl_shard.runtime.load import load_sharded
-
-        checkpoints = whole_checkpoints(self.output_dir / "checkpoints")
-        if not checkpoints or self._inputs.settings.ppo["lora_rank"]:
-            why = "the run has no checkpoint" if not checkpoints else "its checkpoints hold adapters"
-            raise config_error(
-                "nothing-to-save", "save", None, why, "Set ppo_config['save_freq'], or use runner='local'"
-            )
-        folder = checkpoints[max(checkpoints)]
-        model = load_sharded(
-            self._models["actor"], "cpu", task="causal-lm", dtype="float32", attn_implementation="sdpa"
-        )
-        weights = torch.load(folder / "actor" / "model_world_size_1_rank_0.pt", map_location="cpu", weights_only=False)
-        model.load_state_dict(weights)
-        return model
+        self._leases.own(self._inputs.places, self._processes, shown=self._shows_owners)
+        try:
+            return run_launch(
+                self._run_folder, launch, overrides, cpu=self._inputs.places.cpu, on_record=on_record, on_look=on_look,
+                steps=steps, shown=self._progress,
+            )  # fmt: skip
+        finally:
+            self._launch = None
+            self._leases.keep(())
 
     def _need_local(self, what: str, fix: str) -> None:
         if self.runner != "local":

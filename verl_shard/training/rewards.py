@@ -131,8 +131,7 @@ def _give_memory_back() -> None:
     import torch
 
     gc.collect()  # hooks and what they are on hold each other
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def _given(row: Mapping[str, Any]) -> dict[str, Any]:
