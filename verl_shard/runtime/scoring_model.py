@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_shard.common.errors import ConfigError, DoesNotFitError, RunError, config_error
+from verl_shard.common.errors import ConfigError, RunError, config_error
 from verl_shard.common.notices import notice
 from verl_shard.mapping.devices import torch_device
 from verl_shard.models.meta import positions_of
@@ -34,6 +34,7 @@ from verl_shard.runtime.scoring_inputs import (
     without_task_head,
 )
 from verl_shard.runtime.scoring_outputs import choose_outputs
+from verl_shard.runtime.scoring_pieces import ScoringPieces
 from verl_shard.runtime.scoring_weights import Parked
 
 TRAINING: Mapping[str, Any] = {"empty_response": "score"}
@@ -42,11 +43,12 @@ TRAINING: Mapping[str, Any] = {"empty_response": "score"}
 
 @dataclass(frozen=True)
 class _Copy:
-    """One copy of the model. device: where its inputs go."""
+    """One copy of the model. device: where its inputs go. pieces: how many rows it takes at once."""
 
     model: Any
     device: torch.device
     weights: Parked
+    pieces: ScoringPieces
 
 
 class ScoringModel:
@@ -129,7 +131,8 @@ class ScoringModel:
         """A score for the last message of each conversation, in their order.
 
         Raises RunError that names the first response that is empty, too long, or of tokens that the model does not have,
-        and one whose score is no finite number; DoesNotFitError for a batch that the GPU has no memory for.
+        and one whose score is no finite number; DoesNotFitError for a response that the GPU has no memory for alone. After
+        memory ran out batches are smaller.
         """
         responses = [str(conversation[-1]["content"]) for conversation in conversations]
         rows = self._scores(lambda: self._encoder.encode(conversations), responses)
@@ -187,7 +190,14 @@ class ScoringModel:
                 offloaded.expect(len(own) if self._pad is not None else None)
             with torch.no_grad(), _on(copy.device):
                 for batch in own:
-                    mine.update(zip(batch, self._forward(copy, [encoded[row] for row in batch]), strict=True))
+                    found = copy.pieces.run(
+                        lambda part, copy=copy: self._forward(copy, [encoded[row] for row in part]),  # type: ignore[misc]
+                        batch,
+                        lengths=[len(encoded[row].ids) for row in batch],
+                        most=self._batch_size,
+                        named=lambda row: f"response {row} ({shown(named[row])}, {len(encoded[row].ids)} tokens)",
+                    )
+                    mine.update(zip(batch, found, strict=True))
             return mine
 
         if len(self._copies) == 1:
@@ -217,18 +227,12 @@ class ScoringModel:
         mask = [[1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in rows]
         takes = inspect.signature(type(copy.model).forward).parameters
         more = {"use_cache": False} if "use_cache" in takes else {}
-        try:
-            with _padding(copy.model, pad):
-                logits = copy.model(
-                    input_ids=torch.tensor(filled, device=copy.device),
-                    attention_mask=torch.tensor(mask, device=copy.device),
-                    **more,
-                ).logits.float()
-        except torch.cuda.OutOfMemoryError as error:
-            raise DoesNotFitError(
-                f"{len(rows)} x {longest} tokens to score did not fit beside {self.path} on {copy.device}: {error}. "
-                f'Give batch_size={max(1, len(rows) // 2)}, or offload="stream"'
-            ) from error
+        with _padding(copy.model, pad):
+            logits = copy.model(
+                input_ids=torch.tensor(filled, device=copy.device),
+                attention_mask=torch.tensor(mask, device=copy.device),
+                **more,
+            ).logits.float()
         if self.task == "reward":
             return [[score] for score in logits[:, self._label].tolist()]
         found = logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., self._label]
@@ -242,7 +246,8 @@ class ScoringModel:
             raise without_task_head(error, self.path) from error
         embedding = next(name for name, part in model.named_modules() if part is model.get_input_embeddings())
         device = torch_device(device_of(model.hf_device_map, f"{embedding}.weight"))
-        return _Copy(model, device, Parked(model))
+        pieces = ScoringPieces(model, self.task, self.path, device)
+        return _Copy(model, device, Parked(model), pieces)
 
     def _check_copies(self, copies_on: Sequence[Any], device_map: Any, devices: Any) -> None:
         given = "devices" if devices is not None else "device_map" if device_map != "cpu" else None
