@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from verl_shard.bench.ladder_update import UnderAutocast
 from verl_shard.config.roles import TRAINED
 from verl_shard.memory.losses import value_loss, verl_ppo_loss
 from verl_shard.planning.models import PHASES, PHASES_OF
@@ -178,17 +179,25 @@ class Roles:
 
         model = self._models[role]
         model.train()
-        batches = [{**inputs, "use_cache": False} for inputs in self._batches(input_device(model))]
-        in_flight = min(len(self.places[role].devices), len(batches))
-        with self._autocast(role):
-            run_micro_batches(
-                model,
-                batches,
-                lambda output, batch: loss(output, batch["input_ids"].to(output.logits.device)),
-                in_flight=in_flight,
-                scale="mean",
-                max_grad_norm=1.0,
-            )
+        batches: list[dict[str, Any]] = [
+            {**inputs, "use_cache": False} for inputs in self._batches(input_device(model))
+        ]
+        several = len(self.places[role].devices) > 1
+
+        def loss_of(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+            with self._autocast(role):
+                return loss(output, batch["input_ids"].to(output.logits.device))
+
+        under = UnderAutocast(model, self.mixed)
+        if several:
+            in_flight = min(len(self.places[role].devices), len(batches))
+            run_micro_batches(under, batches, loss_of, in_flight=in_flight, scale="mean", max_grad_norm=1.0)
+        else:
+            for batch in batches:
+                output = under(**batch)
+                (loss_of(output, batch) / len(batches)).backward()  # type: ignore[no-untyped-call]
+                del output  # not before: our engine keeps it as long, and so does the plan
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         self._optimizers[role].step()
         self._optimizers[role].zero_grad(set_to_none=True)
 

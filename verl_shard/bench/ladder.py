@@ -260,10 +260,10 @@ def micro_batches(config: Any, rung: Rung, batch: Batch, device: str) -> list[An
     from verl_shard.bench.ladder_update import MicroBatch
     from verl_shard.runtime.packed import packed_inputs
 
-    chance = torch.Generator().manual_seed(1)
+    of_tokens, chance = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     made = []
     for _ in range(batch.n_micro):
-        rows = [torch.randint(1, config.vocab_size, (n,), generator=chance) for n in batch.lengths]
+        rows = [torch.randint(1, config.vocab_size, (n,), generator=of_tokens) for n in batch.lengths]
         lengths = batch.lengths
         inputs: dict[str, Any]
         if rung.packed:

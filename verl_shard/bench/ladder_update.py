@@ -169,16 +169,27 @@ def _in_flight(
     phase("passes")
     given: list[dict[str, Any]] = [{**batch.inputs, "use_cache": False} for batch in batches]
     of = {id(inputs): batch for inputs, batch in zip(given, batches, strict=True)}
-    with _autocast(model, mixed):
-        ran = run_micro_batches(
-            model,
-            given,
-            lambda output, inputs: update_loss(model, output, of[id(inputs)], loss, fused=fused),
-            in_flight=in_flight,
-            scale="mean",
-        )
+
+    def loss_of(output: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        with _autocast(model, mixed):
+            return update_loss(model, output, of[id(inputs)], loss, fused=fused)
+
+    ran = run_micro_batches(UnderAutocast(model, mixed), given, loss_of, in_flight=in_flight, scale="mean")
     assert ran.loss is not None, "it was trained"
     return ran.loss
+
+
+class UnderAutocast(torch.nn.Module):
+    """A model whose forward alone is under bf16 autocast: what autocast keeps of the weights goes before the backward, as
+    in our engine and in a plain loop."""
+
+    def __init__(self, model: Any, mixed: bool) -> None:
+        super().__init__()
+        self.model, self._mixed = model, mixed
+
+    def forward(self, **inputs: Any) -> Any:
+        with _autocast(self.model, self._mixed):
+            return self.model(**inputs)
 
 
 def _autocast(model: Any, mixed: bool) -> AbstractContextManager[Any]:

@@ -30,7 +30,12 @@ from verl_shard.common.tables import err, out
 from verl_shard.common.units import format_bytes
 from verl_shard.config.cards import Card, card_of_memory, find_card
 from verl_shard.config.inventory import Inventory
+from verl_shard.config.roles import Role
+from verl_shard.config.workload import Workload
+from verl_shard.planning.backends import Engine, engine_for
+from verl_shard.planning.offload import advise
 from verl_shard.planning.plan import Advice
+from verl_shard.planning.settings import Settings, fill, read_roles
 
 SCHEMA = "verl_shard/bench-offload-advice/1"
 MODEL, QUICK_MODEL = "llama-1b", "qwen2-0.5b"
@@ -39,7 +44,7 @@ QUICK = Load(sequences=8, micro_batch=4, prompt=128, response=64)
 ON_CPU = Load(sequences=4, micro_batch=2, prompt=16, response=16)
 STEPS = 3
 """Of each way: the first makes the optimizers' states, and the median of the others is told."""
-OURS: dict[str, tuple[str, ...]] = {
+OURS: dict[str, tuple[Role, ...]] = {
     "nothing offloaded": (), "ref streamed": ("ref",), "reward streamed": ("reward",),
     "ref and reward streamed": ("ref", "reward"),
 }  # fmt: skip
@@ -202,19 +207,30 @@ class Plans:
     on_small: Planned
 
 
-def planned(config: Any, load: Load, card: Card, streamed: Sequence[str], *, mixed: bool = True) -> Planned:
-    """The plan of a step on one such card with these roles streamed, and nothing for the planner to choose."""
-    from verl_shard.planning.build import build_plan
-
-    asked = plan_roles(config, load, mixed=mixed, **{role: {"offload": "stream"} for role in streamed})
-    plan = build_plan(asked, gpus=Inventory.declared(1, card=card), workload=load.workload)
+def planned(engine: Engine, settings: Settings, streamed: Sequence[Role]) -> Planned:
+    """What is planned with these roles streamed, and nothing for the planner to choose."""
+    for role in streamed:
+        settings = settings.changed(role, offload="stream")
+    rows, evaluation = engine.phases(settings), engine.evaluate(settings)
     return Planned(
-        {row.phase: max(row.peaks.values()) for row in plan.phases},
-        {row.phase: row.seconds for row in plan.phases},
-        plan.step_seconds,
-        max(plan.host.values(), default=0),
-        plan.advice,
+        {row.phase: max(row.peaks.values()) for row in rows},
+        {row.phase: row.seconds for row in rows},
+        evaluation.seconds,
+        max(evaluation.host.values(), default=0),
+        tuple(advise(engine, settings)),
     )
+
+
+def planner(config: Any, load: Load, card: Card) -> tuple[Engine, Settings]:
+    """The planner's engine for a step on one such card, and its settings, none of them left to choose.
+
+    build_plan would come to the same; but where the step does not fit, it would look for what mends it, which takes long.
+    """
+    workload = Workload(**load.workload)
+    settings = fill(read_roles(plan_roles(config, load, mixed=True)), workload)
+    inventory = Inventory.declared(1, card=card)
+    engine = engine_for(settings, workload, inventory, None, side_by_side=False, trust_remote_code=False)
+    return engine, engine.completed(settings)
 
 
 def plan_apart(config: Any, load: Load, found: Machine, room: int) -> Plans:
@@ -229,11 +245,12 @@ def all_plans(config: Any, load: Load, card: Card) -> Plans:
     """All that is predicted. Traces run backwards, after which no process could be forked that runs them: call it in one."""
     from verl_shard.memory.constants import CUDA_CONTEXT
 
-    ways = {way: planned(config, load, card, streamed) for way, streamed in OURS.items()}
+    engine, settings = planner(config, load, card)
+    ways = {way: planned(engine, settings, streamed) for way, streamed in OURS.items()}
     alone = [ways[f"{role} streamed"].peak for role in ("ref", "reward")]
     room = (ways["nothing offloaded"].peak + min(alone)) // 2
-    small = replace(card, memory=room + CUDA_CONTEXT.n_bytes)
-    return Plans(ways, room, planned(config, load, small, ()))
+    small = engine.over(Inventory.declared(1, card=replace(card, memory=room + CUDA_CONTEXT.n_bytes)))
+    return Plans(ways, room, planned(small, settings, ()))
 
 
 def measured_ways(
