@@ -80,8 +80,8 @@ def test_the_public_names_are_these() -> None:
     assert verl_shard.__all__ == [
         "__version__", "build_device_map", "check_device_map", "DeviceMap", "estimate_memory", "MemoryEstimate",
         "build_plan", "Plan", "to_verl_overrides", "load_resource_config", "get_gpu_usage", "pin_to_device", "load_sharded",
-        "offload_model", "dispatch_model", "run_micro_batches", "PPOTrainer", "Finding", "ShardError", "ConfigError",
-        "DoesNotFitError", "MissingExtraError", "RunError",
+        "offload_model", "dispatch_model", "run_micro_batches", "ResourceAllocator", "PPOTrainer", "HybridTrainer",
+        "Finding", "ShardError", "ConfigError", "DoesNotFitError", "MissingExtraError", "RunError",
     ]  # fmt: skip
     assert dir(verl_shard) == sorted(verl_shard.__all__)
 

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from verl_shard.planning.plan import Plan as Plan
     from verl_shard.resources.pin import pin_to_device as pin_to_device
     from verl_shard.resources.usage import get_gpu_usage as get_gpu_usage
+    from verl_shard.runtime.allocator import ResourceAllocator as ResourceAllocator
     from verl_shard.runtime.load import load_sharded as load_sharded
     from verl_shard.runtime.micro_batches import run_micro_batches as run_micro_batches
     from verl_shard.runtime.offload import offload_model as offload_model
     from verl_shard.runtime.pipeline import dispatch_model as dispatch_model
+    from verl_shard.training.hybrid_trainer import HybridTrainer as HybridTrainer
     from verl_shard.training.ppo_trainer import PPOTrainer as PPOTrainer
     from verl_shard.verl_plugin.overrides_plan import to_verl_overrides as to_verl_overrides
 
@@ -50,7 +52,9 @@ _HOME = {
     "offload_model": "verl_shard.runtime.offload",
     "dispatch_model": "verl_shard.runtime.pipeline",
     "run_micro_batches": "verl_shard.runtime.micro_batches",
+    "ResourceAllocator": "verl_shard.runtime.allocator",
     "PPOTrainer": "verl_shard.training.ppo_trainer",
+    "HybridTrainer": "verl_shard.training.hybrid_trainer",
     "Finding": "verl_shard.common.errors",
     "ShardError": "verl_shard.common.errors",
     "ConfigError": "verl_shard.common.errors",

@@ -84,8 +84,12 @@ def test_the_phases_of_verls_engine_are_predicted(cell: Cell, monkeypatch: pytes
     else:
         assert [row.phase for row in rows] == [*scores, "update_actor", "weight_sync"]
     workspaces = 2 * cublas_workspace().n_bytes + (CUBLAS_LT.n_bytes if ours else 0)
+    # Padded logits are handed on without padding since the rows of docs/results were measured: our engine takes up to 4 %
+    # less of a padded batch than is predicted, and must not take more.
+    less = 0.04 if ours and not cell.packed else 0.01
     for row in rows:
-        assert row.predicted - workspaces == pytest.approx(row.measured, rel=0.01), row.phase
+        off = (row.predicted - workspaces) / row.measured - 1
+        assert -0.01 <= off <= less, (row.phase, off)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.model}: {cell.words}")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from verl_shard.cli import bench_tables
 from verl_shard.cli.bench_generate import generate
 
 
@@ -159,5 +160,6 @@ def add_to(app: typer.Typer) -> None:
     bench.command("pipeline")(pipeline)
     bench.command("attention")(attention)
     bench.command("generate")(generate)
+    bench_tables.add_to(bench)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")
