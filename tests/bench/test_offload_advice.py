@@ -135,7 +135,7 @@ def test_a_small_card_is_one_on_which_a_streamed_role_decides() -> None:
     none, ref, reward, both = (plans.ways[way].peak for way in offload_advice.OURS)
     assert both < ref < none
     assert both < reward < none
-    assert plans.small_room == (none + min(ref, reward)) // 2
+    assert plans.small_room == none - (none - min(ref, reward)) // 4
     assert [(one.role, one.on) for one in plans.ways["nothing offloaded"].advice] == [("ref", False), ("reward", False)]
     decides = {"ref": ref <= plans.small_room, "reward": reward <= plans.small_room}
     assert {one.role: one.on for one in plans.on_small.advice} == decides

@@ -33,8 +33,8 @@ from verl_shard.config.inventory import Inventory
 SCHEMA = "verl_shard/bench-elastic/1"
 MODEL, LARGER_MODEL = "qwen2-0.5b", "llama-1b"
 """On one GPU, and on several."""
-LOAD = Load(sequences=16, micro_batch=4, prompt=256, response=256)
-QUICK = Load(sequences=8, micro_batch=4, prompt=128, response=64)
+LOAD = Load(sequences=16, micro_batch=4, prompt=384, response=128)
+QUICK = Load(sequences=8, micro_batch=4, prompt=224, response=32)
 ON_CPU = Load(sequences=4, micro_batch=2, prompt=16, response=16)
 STEPS = 3
 """Of each placement: the first makes the optimizers' states, and the median of the others is told."""

@@ -107,14 +107,6 @@ class Roles:
             if role in TRAINED:
                 self._optimizers[role] = torch.optim.AdamW(self._models[role].parameters(), lr=1e-6)
 
-    @property
-    def pinned(self) -> int:
-        """Bytes of weights that are streamed from the host."""
-        from verl_shard.runtime.offload import offload_of
-
-        told = [offload_of(model) for model in self._models.values()]
-        return sum(one.pinned_bytes + one.pageable_bytes for one in told if one is not None)
-
     def phases(self) -> dict[str, Callable[[], None]]:
         """What each phase of a step does, in the step's order; of roles that there are."""
         made: dict[str, Callable[[], None]] = {
@@ -236,6 +228,7 @@ def made_model(config: Any, role: str, place: Place, *, mixed: bool) -> Any:
     streamed = place.offload == "stream"
     own = copy.deepcopy(config)
     own.pad_token_id, own.num_labels = 0, 1
+    own.classifier_dropout = 0.0  # as verl sets it: a critic's values are not noisy
     torch.manual_seed(ROLES.index(role))
     dtype = torch.bfloat16 if mixed and scores else torch.float32
     device = torch.device("cpu") if streamed or first == "cpu" else torch.device("cuda", first)

@@ -85,6 +85,7 @@ def bench_ladder(
     limit = read_limit(gpu_memory, found)
     batch = ON_CPU if not found.gpus else QUICK if quick else BATCH
     packs, fuses = _can(config)
+    loss = _loss_words()  # imports verl, once for all processes
     wanted = list(rungs(batch, gpus=found.gpus, flash=found.no_flash is None, packs=packs, fuses=fuses))
     missing = left_out(batch, gpus=found.gpus, packs=packs, fuses=fuses)
     rows = []
@@ -101,7 +102,7 @@ def bench_ladder(
     if not rows:
         raise RunError("; ".join(f"{rung}: {why}" for rung, why in missing.items()))
     record = {
-        "model": name, "batch": asdict(batch), "limit": limit or found.memory, "loss": _loss_words(),
+        "model": name, "batch": asdict(batch), "limit": limit or found.memory, "loss": loss,
         "attention": _attention_words(found), "left_out": missing,
         "rows": [{**asdict(row), "error": row.error} for row in rows],
     }  # fmt: skip

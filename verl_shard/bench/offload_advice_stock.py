@@ -45,6 +45,9 @@ def bench_stock_ways(
     config: Any, load: Load, card: Card, steps: int
 ) -> tuple[list[WayRow], list[AdviceRow], dict[str, str]]:
     """(each way, the advice about them, what could not be run and why)."""
+    from verl_shard.verl_plugin.stock_engine import import_early
+
+    import_early()  # once for all processes
     ways: list[WayRow] = []
     measured: dict[str, StockMeasured] = {}
     failed = {"stock verl's rollout": "vLLM is not started; what the actor leaves it of the GPU is measured"}
