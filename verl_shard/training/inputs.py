@@ -16,7 +16,7 @@ from verl_shard.runtime.scoring_outputs import choose_outputs
 from verl_shard.training.callbacks import Callbacks
 from verl_shard.training.data import Row, check_rows, collect_rows
 from verl_shard.training.models import check_model, load_tokenizer
-from verl_shard.training.placement import Places, RolePlace, read_places
+from verl_shard.training.placement import Places, RolePlace, given_by_role, read_places
 from verl_shard.training.rewards import Rewards, is_function, read_rewards
 from verl_shard.training.settings import Settings
 
@@ -38,6 +38,15 @@ class Inputs:
     held_out: list[Row]
     longest_prompt: int
     rewards: Rewards | None
+
+    @property
+    def pass_fields(self) -> dict[str, Any]:
+        """Of a training pass, for device maps."""
+        return {
+            "batch_size": self.settings.ppo["micro_batch_size"],
+            "seq_len": self.longest_prompt + self.settings.generation["max_new_tokens"],
+            "gradient_checkpointing": self.settings.gradient_checkpointing,
+        }
 
 
 def read_inputs(
@@ -66,6 +75,9 @@ def read_inputs(
         _check_loggers(loggers)
     with faults.gathering():
         read = Settings.read(**settings, processes=processes)
+    by_role: Mapping[str, Any] | None = None
+    with faults.gathering():
+        by_role = given_by_role(model_config)
     reward = models["reward"]
     reward_models = [item for item in _items(reward) if not is_function(item)] if reward is not None else []
     for role, model in models.items():
@@ -79,7 +91,8 @@ def read_inputs(
         with faults.gathering():
             roles = ("actor", *(["critic"] if read.has_critic else []), *(["ref"] if read.has_ref else []))
             more = ("reward",) if reward_models else ()
-            places = read_places(model_config, (*roles, *more), lora=bool(read.ppo["lora_rank"]))
+            if by_role is not None:
+                places = read_places(by_role, (*roles, *more), lora=bool(read.ppo["lora_rank"]))
     faults.check()
     assert read is not None
     assert places is not None

@@ -83,7 +83,7 @@ def owners(places: Places, processes: Processes) -> Table:
     """Who owns which GPU, of all processes: a row for each, and what is on the CPU."""
     by_device: dict[str, list[str]] = {}
     for device, name in processes.gather(lambda: list(_owned(places))):
-        names = by_device.setdefault(device_label(device), [])
+        names = by_device.setdefault(device_label(device) if isinstance(device, int) else "CPU", [])
         if name not in ("", *names):  # of several processes all have the same on the CPU
             names.append(name)
     rows = [(label, ", ".join(names) or "nobody") for label, names in sorted(by_device.items(), key=_place)]

@@ -68,24 +68,24 @@ class Places:
         return tuple(sorted({d for place in self.roles.values() for d in place.devices if isinstance(d, int)}))
 
 
+def given_by_role(model_config: Any) -> Mapping[str, Any]:
+    """What model_config says by role, yet to be checked. Raises ConfigError for a resource config with faults, with all."""
+    if isinstance(model_config, str | os.PathLike):
+        model_config = load_resource_config(model_config)
+    given: Any = getattr(model_config, "model_config", model_config) or {}
+    if not isinstance(given, Mapping):
+        fix = 'Write {"actor": {"device": ...}, ...}'
+        raise config_error("not-a-dict", "model_config", type(given).__name__, "not a dict by role", fix)
+    return given
+
+
 def read_places(model_config: Any, roles: tuple[str, ...], *, lora: bool) -> Places:
     """From PPOTrainer's model_config. roles: those that the run has. Raises ConfigError with every fault.
 
     model_config: a dict by role, or what has one as its `model_config` (a Plan, a ResourceConfig); or a resource config's
     file. Each process has its own GPUs under a launcher; what a role names must be among them. Roles may share GPUs.
     """
-    faults, given = Faults(), None
-    with faults.gathering():
-        if isinstance(model_config, str | os.PathLike):
-            model_config = load_resource_config(model_config)
-        given = getattr(model_config, "model_config", model_config) or {}
-    faults.check()
-    with faults.gathering():
-        if not isinstance(given, Mapping):
-            fix = 'Write {"actor": {"device": ...}, ...}'
-            raise config_error("not-a-dict", "model_config", type(given).__name__, "not a dict by role", fix)
-    faults.check()
-    assert given is not None
+    given, faults = given_by_role(model_config), Faults()
     values: dict[str, dict[str, Any]] = {}
     for role, section in given.items():
         where = f"model_config[{role!r}]"

@@ -239,7 +239,7 @@ class PPOTrainer:
             assert self._rewards is not None
             self._rewards.move(loading(places.roles["reward"], cpu=places.cpu))
             return []
-        entry = placement.entry_of(role, places, self._models, **self._pass_fields)
+        entry = placement.entry_of(role, places, self._models, **self._inputs.pass_fields)
         if self._local is not None:
             self._local.workers.move(role, entry["device_map"])
         placement.lay_out_again(role, entry, places, self._plan)
@@ -249,16 +249,6 @@ class PPOTrainer:
     def _last_step(self) -> int:
         return max((record["step"] for record in self._records), default=0)
 
-    @property
-    def _pass_fields(self) -> dict[str, Any]:
-        """Of a training pass, for device maps."""
-        inputs, settings = self._inputs, self._inputs.settings
-        return {
-            "batch_size": settings.ppo["micro_batch_size"],
-            "seq_len": inputs.longest_prompt + settings.generation["max_new_tokens"],
-            "gradient_checkpointing": settings.gradient_checkpointing,
-        }
-
     def _prepare(self) -> None:
         """Data, models and the plan as both runners load them."""
         inputs, folder, processes = self._inputs, self.output_dir, self._processes
@@ -267,7 +257,7 @@ class PPOTrainer:
         if self._rewards is not None and "reward" in inputs.places.roles:  # it may have moved since the run began
             self._rewards.move(loading(inputs.places.roles["reward"], cpu=inputs.places.cpu))
         self._plan = folder / ("plan.yaml" if processes.first else f"plan.{processes.rank}.yaml")
-        placement.lay_out(inputs.places, self._models, self._plan, **self._pass_fields)
+        placement.lay_out(inputs.places, self._models, self._plan, **self._inputs.pass_fields)
 
     def _overrides(self, *, reward: str | None) -> list[str]:
         """verl's configuration of this run, from the checkpoint that its launch begins with."""
