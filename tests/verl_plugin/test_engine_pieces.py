@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from verl_plugin.test_engine_batches import ROWS, _batch, _engine, _group, _laid_out, folder
 
-from verl_shard.common.errors import DoesNotFitError
+from verl_shard.common.errors import ConfigError, DoesNotFitError
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.notices import RUN_DIR_VARIABLE
 from verl_shard.verl_plugin.engine_batches import MicroBatches
@@ -137,6 +137,44 @@ def test_scoring_goes_on_too(folder: Path, during: Callable[..., None]) -> None:
     for one, other in zip(log_probs(engine), expected, strict=True):
         torch.testing.assert_close(one[:-1], other[:-1], rtol=1e-6, atol=1e-6)
     assert engine.pieces["forward"].ladder.taken == 1
+
+
+@pytest.mark.parametrize("keys", [{"micro": 4}, {"tokens": 24, "packed": True}], ids=["sequences", "tokens"])
+def test_smaller_pieces_while_another_process_has_the_memory(
+    folder: Path, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    expected, _ = _gradients(_engine(folder), _batch(**keys))
+    engine = _engine(folder)
+    pieces, shapes = engine.pieces["train"], list[torch.Size]()
+    engine.module.model.layers[0].mlp.register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape[:2]))
+    left = 1
+    pieces.allocator.free = lambda: {"cpu": left}
+    found, made = _gradients(engine, _batch(**keys))
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert sum(made["metrics"]["rows"]) == len(ROWS)
+    # Sequences one by one, or as many tokens at once as the longest has.
+    assert max(rows * length for rows, length in shapes) == 8
+    smallest = {"micro": "micro-batches of 1 sequences", "tokens": "micro-batches of 8 tokens"}[next(iter(keys))]
+    assert events(tmp_path, "remedy")[-1]["after"] == smallest
+    assert not events(tmp_path, "out-of-memory")
+    taken = pieces.ladder.taken
+    assert taken == 2
+    assert read_json_lines(tmp_path / "memory.jsonl").__next__().get("remedies", 0) == 0  # of the undisturbed engine
+    left = 2**40
+    for now in (taken, taken - 1, taken - 1, taken - 2):
+        _gradients(engine, _batch(**keys))
+        assert pieces.ladder.taken == now
+    last = list(read_json_lines(tmp_path / "memory.jsonl"))
+    assert [line.get("remedies", 0) for line in last] == [0, 2, 2, 1, 1, 0]
+
+
+def test_an_allocator_that_is_off_looks_at_nothing(folder: Path) -> None:
+    engine = _engine(folder, allocator="off")
+    assert engine.pieces["train"].allocator is None
+    _gradients(engine, _batch(4))
+    with pytest.raises(ConfigError, match=r"actor\.device_map\.allocator = sometimes: no such choice"):
+        _engine(folder, allocator="sometimes")
 
 
 def test_one_sequence_that_does_not_fit_is_named(folder: Path, during: Callable[..., None]) -> None:
