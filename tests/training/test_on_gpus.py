@@ -62,6 +62,35 @@ devices = sorted({str(param.device) for param in trainer.model.parameters()})
 print("current", os.environ.get("LOCAL_RANK"), torch.cuda.current_device(), devices)
 """
 
+MOVED = """
+import sys
+from verl_shard import PPOTrainer
+from verl_shard.resources.leases import owners
+
+model, judge, folder, prompts, moves = *sys.argv[1:4], eval(sys.argv[4]), eval(sys.argv[5])
+
+def move(trainer, step, metrics):
+    for component, *where in moves.get(step, ()):
+        trainer.update_resource(component, *where)
+    print("leased", step, len(owners()))
+
+roles = {role: {"device": "cuda:0", "precision": "fp32"} for role in ("actor", "critic", "ref")}
+trainer = PPOTrainer(
+    model, reward_model=judge, train_data=prompts, output_dir=folder, progress=False, callbacks=[move],
+    model_config={**roles, "reward": {"device": "cuda:0", "dtype": "float32"}},
+    ppo_config={"steps": 4, "batch_size": 4, "micro_batch_size": 1, "n": 2, "lr": 1e-3, "critic_lr": 1e-3},
+    generation_config={"max_new_tokens": 6},
+)
+trainer.train()
+engines = trainer._started().workers._engines
+for role, engine in sorted(engines.items()):
+    tensors = [*engine.module.parameters(), *engine.module.buffers()]
+    if engine.optimizer is not None:
+        tensors += [v for state in engine.optimizer.state.values() for v in state.values() if v.dim()]
+    print(role, sorted({str(tensor.device) for tensor in tensors}))
+print("leased at the end", len(owners()))
+"""
+
 
 def run(*command: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -117,3 +146,30 @@ def test_the_failure_of_one_ends_all(make_model: Callable[..., Path], tmp_path: 
     ended = run(*launcher, str(script), str(make_model()), str(tmp_path / "run"), repr(PROMPTS), "1", timeout=180)
     assert ended.returncode != 0
     assert "process 1 of 2 failed: ValueError: the scale is broken" in ended.stderr
+
+
+@pytest.mark.skipif(N_GPUS < 2, reason="needs two GPUs")
+def test_roles_that_move_train_on_as_if_they_had_been_there(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_SHARD_LEASES", str(tmp_path / "leases"))
+    model, script = make_model(), tmp_path / "moved.py"
+    judge = make_model("judge", task="SequenceClassification", num_labels=1, seed=2)
+    script.write_text(MOVED)
+    moves = {
+        1: [("actor", [0, 1]), ("critic", [1]), ("reward", [0, 1], "data_parallel")],
+        2: [("actor", [1]), ("critic", [1, 0]), ("ref", [1]), ("reward", "cpu")],
+        3: [("critic", [1])],
+    }
+    given = [str(model), str(judge)]
+    ended = run(str(script), *given, str(tmp_path / "moved"), repr(PROMPTS), repr(moves))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for role in ("actor", "critic", "ref"):
+        assert f"{role} ['cuda:1']" in ended.stdout
+    for said in ("leased 1 2", "leased 2 2", "leased 3 1", "leased at the end 0"):
+        assert said in ended.stdout
+    still = run(str(script), *given, str(tmp_path / "still"), repr(PROMPTS), "{}")
+    assert still.returncode == 0, still.stderr[-3000:]
+    for found, expected in zip(steps_of(tmp_path / "moved"), steps_of(tmp_path / "still"), strict=True):
+        for name in ("critic/score/mean", "actor/grad_norm", "critic/grad_norm", "critic/vf_loss"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3), name
