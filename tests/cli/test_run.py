@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         on_record(record)
 
     monkeypatch.setattr("verl_shard.verl_plugin.launch.run_verl", run_verl)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(
+        "verl_shard.resources.pin.reserve", lambda ids: calls.append({"leased": list(ids)}) or nullcontext()
+    )
     return calls
 
 
@@ -94,6 +100,7 @@ def test_verl_is_started_in_a_folder_of_its_own(
     given = ["--train-data", str(data), "--val-data", str(data), "trainer.save_freq=5"]
     for number, backend in enumerate(("fsdp2", "device_map"), 1):
         assert run(["run", saved(backend), *given]) == 0
+        assert started[-2] == {"leased": [0, 1]}
         folder, call = Path("runs") / f"plan-{number}", started[-1]
         assert (folder / "overrides.txt").read_text().splitlines() == call["overrides"][:-2]
         assert call["overrides"][-2].startswith("hydra.run.dir=")
@@ -106,6 +113,26 @@ def test_verl_is_started_in_a_folder_of_its_own(
         assert ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" in call["env"]) == (backend == "device_map")
     assert f"{A}.device_map.plan={(folder / 'plan.yaml').resolve()}" in started[-1]["overrides"]
     assert "step 1  reward 0.25  seconds 2.5" in capsys.readouterr().err
+
+
+def test_gpus_that_are_not_there(
+    saved: Callable[..., str],
+    started: list[dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = tmp_path / "t.parquet"
+    data.write_bytes(b"")
+    given = ["run", saved("fsdp2"), "--train-data", str(data), "--val-data", str(data)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert run(given) == 2
+    assert "GPUs = 1: the plan is for 2, and torch sees 1 on this machine" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    assert started == []
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # whose GPUs are not this machine's
+    assert run(given) == 0
+    assert "leased" not in started[0]
 
 
 def test_a_plan_that_does_not_fit_is_not_started(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,11 +91,33 @@ def _on_verl(
     if lacking := _lacking(named):
         _refuse_without_data(lacking)
     can_start(folder)
+    lease = _lease(plan)
     made = to_verl_overrides(plan, plan_file=folder / "plan.yaml" if ours else None)
     run = RunFolder.start(folder, {"runner": "verl", "backend": plan.backend}, {"plan": str(plan_file)})
     plan.save(folder / "plan.yaml")
     err.print(f"Run folder: {folder}. Starting verl; its output is in {folder / 'launches'}")
-    run_plan(plan, [*made, *overrides_of_run(folder), *data, *extra], run, _say)
+    with lease:
+        run_plan(plan, [*made, *overrides_of_run(folder), *data, *extra], run, _say)
+
+
+def _lease(plan: Plan) -> AbstractContextManager[object]:
+    """Holds this machine's GPUs for the run. Raises ConfigError where they are not there, or in use.
+
+    Not of a plan for several machines, nor for a Ray cluster: its head may have no GPU, and it counts them.
+    """
+    import torch
+
+    from verl_shard.common.errors import config_error
+    from verl_shard.resources.pin import reserve
+
+    needed, there = len(plan.inventory), torch.cuda.device_count()
+    if os.environ.get("RAY_ADDRESS") or len(plan.inventory.nodes) > 1:
+        return nullcontext()
+    if there < needed:
+        why = f"the plan is for {needed}, and torch sees {there} on this machine"
+        fix = "Run it where they are, plan for what is here, or name a Ray cluster that has them (RAY_ADDRESS=...)"
+        raise config_error("too-few-gpus", "GPUs", there, why, fix)
+    return reserve(range(needed))
 
 
 def _locally(
