@@ -107,7 +107,7 @@ def test_sets_work_at_the_same_time_and_stages_in_turn() -> None:
 
     def around(name: str, run: Any) -> None:
         if name in ("old_log_prob", "values", "update_actor", "update_critic"):
-            both.wait(timeout=60)  # of either set, or nobody goes on
+            both.wait(timeout=20)  # of either set, or nobody goes on
         with lock:
             seen.append(name)
 
@@ -137,9 +137,14 @@ def test_the_first_step_is_not_told_of_and_memory_runs_out_in_a_phase(monkeypatc
     def step(self: Roles, around: Any) -> None:
         now[0] += next(took)
 
+    class Clocked(Meter):
+        def begin(self) -> None:
+            assert now == [50.0]
+            super().begin()
+
     monkeypatch.setattr(Roles, "step", step)
     monkeypatch.setattr("verl_shard.bench.elastic.time.perf_counter", lambda: now[0])
-    made = measure(Roles(small_qwen2(), LOAD, {}, mixed=False), Meter(), 3)
+    made = measure(Roles(small_qwen2(), LOAD, {}, mixed=False), Clocked(), 3)
     assert made == (3.0, (1, 7), "stable")
     row = row_of(OURS, Layout({}, 2.5, 9), LOAD, *made)
     assert (row.step_s, row.tokens_per_s, row.peaks, row.predicted_step_s) == (3.0, 32 / 3, (1, 7), 2.5)

@@ -205,9 +205,14 @@ def test_the_first_update_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> Non
         now[0] += next(took)
         return 1.0
 
+    class Clocked(Meter):
+        def begin(self) -> None:
+            assert now == [50.0]
+            super().begin()
+
     monkeypatch.setattr(ladder_update, "update", run)
     monkeypatch.setattr("verl_shard.bench.ladder.time.perf_counter", lambda: now[0])
-    assert measure(config(), FP32, BATCH, "cpu", None, Meter(), updates=4) == (3.0, (1,), "stable")
+    assert measure(config(), FP32, BATCH, "cpu", None, Clocked(), updates=4) == (3.0, (1,), "stable")
     took = iter([1.0, 1.0])
     monkeypatch.setattr(ladder_update, "update", lambda *_, **__: float("nan"))
     assert measure(config(), FP32, BATCH, "cpu", None, Meter(), updates=2)[2] == "the loss is nan"
