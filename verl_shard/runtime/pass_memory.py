@@ -20,9 +20,10 @@ from verl_shard.models.read import read_model
 
 _log = logging.getLogger(__name__)
 
-SHORTEST = 256
-"""In tokens. Traces are made for lengths of so many tokens and of twice, four times, ... as many."""
-MOST_TRACED = 6
+SHORTEST, TIMES = 256, 4
+"""In tokens. Traces are made for lengths of so many tokens, and of 4, 16, ... times as many, so that a run needs few: all
+but a mask grows with the tokens, and not with their square."""
+MOST_TRACED = 4
 """Lengths that are traced, twice each; a trace takes about a second. Further ones are read from a longer one."""
 
 
@@ -74,7 +75,7 @@ class PassMemory:
         assert self._model is not None
         bucket = SHORTEST
         while bucket < length:
-            bucket *= 2
+            bucket *= TIMES
         positions = positions_of(self._model[1])
         bucket = min(bucket, positions) if positions is not None and positions >= length else bucket
         longer = sorted(known for known in self._lines if known >= bucket)
