@@ -14,6 +14,7 @@ import pytest
 
 from tests.training.conftest import PROMPTS, count_w4
 from verl_shard import PPOTrainer
+from verl_shard.common.files import read_json_lines
 
 SCRIPT = f"""
 import sys, warnings
@@ -29,10 +30,15 @@ def failing(response):
         raise ValueError("the scale is broken")
     return 0.0
 
+def move(trainer, step, metrics):
+    if step == 1:  # to where it is, by another map: laid out anew, with all that goes by the layout
+        trainer.update_resource("actor", {{"": "cpu"}})
+        trainer.update_resource("critic", {{"": "cpu"}})
+
 model, folder, reward, settings = sys.argv[1:5]
 PPOTrainer(
     model, reward_model=globals()[reward], train_data={PROMPTS!r}, output_dir=folder, progress=False,
-    ppo_config=eval(settings), generation_config={{"max_new_tokens": 6}},
+    callbacks=[move], ppo_config=eval(settings), generation_config={{"max_new_tokens": 6}},
 ).train()
 """
 SETTINGS: dict[str, Any] = {
@@ -83,6 +89,10 @@ def test_two_processes_do_what_one_does(
     assert sorted(found) == [1, 2, 3, 4]
     for record in one:
         assert_same(found[record["step"]], record["data"])
+    events = [event for event in read_json_lines(two / "events.jsonl") if event["kind"] == "moved"]
+    assert sorted((event["component"], event["process"]) for event in events) == [
+        ("actor", 0), ("actor", 1), ("critic", 0), ("critic", 1),
+    ]  # fmt: skip
 
     # The checkpoint of two is that of any number: one goes on from the second step.
     last = two / "checkpoints" / "global_step_4"
