@@ -72,11 +72,8 @@ class ResourceAllocator:
         wanted = self.agree(wanted)
         if wanted != ladder.taken:
             self._fitted = 0
-        while ladder.taken < wanted:
-            if ladder.down(asked, "its estimate is more than what is free", seen=seen) is None:
-                break
-        while ladder.taken > wanted:
-            ladder.up(asked, "its estimate is less than what is free", seen=seen)
+            compared = "more" if wanted > ladder.taken else "less"
+            ladder.take(asked, wanted, f"its estimate is {compared} than what is free", seen=seen)
         self._left = ladder.taken
         return ladder.pieces(asked)
 
@@ -113,13 +110,19 @@ class ResourceAllocator:
             self._fitted = 0
             return wanted, first
         larger = self.ladder.pieces(asked, now - 1)
-        if larger == pieces or self._known(larger) is None:  # of this batch it would change nothing
+        if self._known(larger) in (None, self._known(pieces)):  # of this batch it would change nothing
             return now, {}
         if self._lack(larger, free, self._margin):
             self._fitted = 0
             return now, {}
         self._fitted += 1
-        return (now - 1 if self._fitted >= self._wait else now), self._words(larger, free)
+        if self._fitted < self._wait:
+            return now, {}
+        back = now - 1
+        # What is larger than all of the batch changes nothing of it either, and a larger batch is looked at anew.
+        while back and self._known(self.ladder.pieces(asked, back - 1)) == self._known(larger):
+            back -= 1
+        return back, self._words(larger, free)
 
     def _known(self, pieces: Pieces) -> Sizes | None:
         sizes = self.needed(pieces)

@@ -111,11 +111,17 @@ class Ladder:
 
     def up(self, asked: Pieces, why: str, *, seen: Seen = MappingProxyType({})) -> Pieces:
         """Takes back the remedy taken last, if one is."""
-        before = self.pieces(asked)
-        self.taken = max(0, self.taken - 1)
+        return self.take(asked, max(0, self.taken - 1), why, seen=seen)
+
+    def take(self, asked: Pieces, taken: int, why: str, *, seen: Seen = MappingProxyType({})) -> Pieces:
+        """Has so many steps taken, and says so once where that is another size."""
+        before, more = self.pieces(asked), taken > self.taken
+        self.taken = taken
         now = self.pieces(asked)
         if now != before:
-            self._say("remedy-back", why, before, now, seen)
+            self._say("remedy" if more else "remedy-back", why, before, now, seen)
+            if more:
+                notice("smaller-pieces", self.where, before, why, str(now))
         return now
 
     def _say(self, kind: str, why: str, before: Pieces, after: Pieces, seen: Seen) -> None:
@@ -169,6 +175,8 @@ class Ladder:
                 raise DoesNotFitError(
                     too_large(said) if state == STUCK else f"{self.where}: another process ran out of memory"
                 )
+            if there is not None:  # alike in all processes
+                there = agree(there)
             self.down(asked, said or "another process ran out of memory", below=there)
             restore()
 

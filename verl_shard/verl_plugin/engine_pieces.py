@@ -74,6 +74,7 @@ class InPieces:
             too_large=lambda said: self._too_large(said, at()),
             settle=self._catch_up,
             agree=self._agree,
+            below=lambda: sum(self._lengths) if asked.total is None else None,
         )
 
     def asked(self, data: TensorDict) -> Pieces:
