@@ -348,7 +348,8 @@ def test_on_ray_without_checkpoints_it_cannot_move() -> None:
 
 @pytest.mark.parametrize(
     ("whole", "since", "seen", "last", "can"),
-    [((), 1, 3, 9, False), ((2,), 2, 2, 9, True), ((2,), 3, 3, 9, False), ((2,), 2, 1, 9, False), ((2, 4), 3, 5, 9, True),
+    [((), 1, 3, 9, False), ((), 0, 0, 9, False), ((2,), 2, 2, 9, True),
+     ((2,), 3, 3, 9, False), ((2,), 2, 1, 9, False), ((2, 4), 3, 5, 9, True),
      ((9,), 3, 9, 9, False)],
 )  # fmt: skip
 def test_when_a_launch_can_be_left(

@@ -218,4 +218,4 @@ def can_leave(checkpoints: Path, *, since: int, seen: int, last: int) -> bool:
     """Whether a launch can be left for another: a whole checkpoint is not before `since`, and its step's metrics, which come
     after it, were seen. After the last step nothing is left to do elsewhere."""
     step = max(whole_checkpoints(checkpoints), default=0)
-    return since <= step <= seen and step < last
+    return max(since, 1) <= step <= seen and step < last

@@ -311,6 +311,7 @@ class PPOTrainer:
         from verl_shard.training import loop
 
         run = self._started()
+        self._leases.own(self._inputs.places, self._processes, shown=False)  # given back by an earlier train()
         self._inputs.callbacks.tell("on_train_begin", self)
         with progress_line(run.total_steps, shown=self._progress and self._processes.first) as line:
 
