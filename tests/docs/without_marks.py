@@ -31,6 +31,15 @@ MARKS_OF: dict[tuple[str, str], dict[str, str]] = {
         "error: GPU 1 = NVIDIA H200: pid 4711 of anna (python train.py, 71.20 GiB). Name another GPU, or wait, or end what "
         "runs there.",
     ): {"shown": "of a machine with GPUs"},
+    ("docs/moving_resources.md", "from verl_shard import HybridTrainer"): {"not run": "it needs five GPUs"},
+    (
+        "docs/moving_resources.md",
+        "from verl_shard.verl_plugin.local.served import add_replica, remove_replica, replicas",
+    ): {"not run": "it needs a job that runs"},
+    ("docs/moving_resources.md", "trainer.save_checkpoint()"): {
+        "not run": "it is of a callback",
+        "given": "trainer, PPOTrainer, folder, other",
+    },
     ("docs/offload.md", "from verl_shard import offload_model"): {
         "not run": "it needs a GPU",
         "given": "reward_model, ids",
