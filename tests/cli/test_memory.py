@@ -9,6 +9,8 @@ from diagnosis.test_memory_timeline import record
 
 from verl_shard.cli import memory
 from verl_shard.common.errors import ConfigError
+from verl_shard.common.notices import record_event
+from verl_shard.runtime.oom_report import LiveTensor, OutOfMemoryReport
 
 app = typer.Typer()
 memory.add_to(app)
@@ -32,6 +34,20 @@ def test_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert row == {
         "phase": "update_actor", "gpu": 0, "times": 1, "peak": 3 * 2**30, "reserved": 3 * 2**30 + 5, "planned": None, "off": None,
     }  # fmt: skip
+
+
+def test_what_was_there_when_memory_ran_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, 1, "actor", "train", 10, 5, {0: 3 * 2**30})
+    largest = (LiveTensor("", (4096, 152064), "bfloat16", "cuda:0", 4096 * 152064 * 2, 3),)
+    sizes = {0: {"allocated": 75 * 2**30, "reserved": 78 * 2**30, "free": 2**28}}
+    report = OutOfMemoryReport("update_actor", "Tried to allocate 2 GiB", "lm_head", largest, sizes, planned=60 * 2**30)
+    record_event("out-of-memory", folder=tmp_path, **report.to_dict())
+    call(tmp_path)
+    shown = capsys.readouterr().out
+    assert "Out of memory, 1: update_actor: Tried to allocate 2 GiB.\nComputing: lm_head." in shown
+    assert "GPU 0: 75.00 GiB allocated, 78.00 GiB reserved, 256.00 MiB free." in shown
+    assert "The plan expected at most 60.00 GiB in this pass." in shown
+    assert "3.48 GiB: 3 x [4096, 152064] bfloat16 on cuda:0, a tensor that is no weight" in shown
 
 
 def test_a_run_without_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

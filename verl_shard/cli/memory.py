@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from verl_shard.diagnosis.memory_timeline import PhaseMemory
+    from verl_shard.runtime.oom_report import OutOfMemoryReport
 
 
 def memory(
@@ -26,7 +27,7 @@ def memory(
         ),
     ] = False,
 ) -> None:
-    """What each phase of a run took of the GPUs, beside what its plan expected."""
+    """What each phase of a run took of the GPUs, beside what its plan expected; and each time that memory ran out."""
     from dataclasses import asdict
 
     from verl_shard.common.errors import config_error
@@ -53,6 +54,8 @@ def memory(
         if rows:
             columns = ("phase", "GPU", "times", "peak", "reserved", "plan", "off")
             out.print(table(str(run), columns, map(_cells, rows)))
+        for number, report in enumerate(_reports(run), 1):
+            out.print(f"Out of memory, {number}: {report}", markup=False, soft_wrap=True)
         host = max(moment.host for moment in moments)
         out.print(f"Host: a process held at most {format_bytes(host)}." + ("" if rows else " No GPU was used."))
         if rows and not expected:
@@ -63,6 +66,18 @@ def memory(
         draw(last_steps(moments, last), expected, picture, f"{run}: memory by phase")
         if not as_json:
             out.print(f"Picture: {picture}", markup=False, soft_wrap=True)
+
+
+def _reports(run: Path) -> list[OutOfMemoryReport]:
+    """What the run said each time when memory ran out."""
+    from verl_shard.common.files import read_json_lines
+
+    lines = [line for line in read_json_lines(run / "events.jsonl") if line["kind"] == "out-of-memory"]
+    if not lines:
+        return []
+    from verl_shard.runtime.oom_report import OutOfMemoryReport
+
+    return [OutOfMemoryReport.from_dict(line) for line in lines]
 
 
 def _cells(row: PhaseMemory) -> tuple[object, ...]:

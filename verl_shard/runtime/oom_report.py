@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -51,6 +52,13 @@ class OutOfMemoryReport:
     def to_dict(self) -> dict[str, Any]:
         """For events.jsonl."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> OutOfMemoryReport:
+        """What to_dict gave, also after JSON."""
+        largest = tuple(LiveTensor(**{**kind, "shape": tuple(kind["shape"])}) for kind in record["largest"])
+        gpus = {int(gpu): dict(sizes) for gpu, sizes in record["gpus"].items()}
+        return cls(record["where"], record["said"], record["module"], largest, gpus, record["planned"])
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.said}.", f"Computing: {self.module or 'outside of the model'}."]
