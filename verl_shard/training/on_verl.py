@@ -64,6 +64,6 @@ def model_of_checkpoint(checkpoints: Path, actor: str, *, lora: bool) -> Any:
         raise config_error("nothing-to-save", "save", None, why, "Set ppo_config['save_freq'], or use runner='local'")
     folder = found[max(found)]
     model = load_sharded(actor, "cpu", task="causal-lm", dtype="float32", attn_implementation="sdpa")
-    weights = torch.load(folder / "actor" / "model_world_size_1_rank_0.pt", map_location="cpu", weights_only=False)
+    weights = torch.load(folder / "actor" / "model_world_size_1_rank_0.pt", map_location="cpu", weights_only=True)
     model.load_state_dict(weights)
     return model
