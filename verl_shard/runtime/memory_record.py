@@ -23,7 +23,7 @@ def host_peak() -> int:
 @contextmanager
 def record_memory(role: str, phase: str, step: int) -> Iterator[dict[str, Any]]:
     """Records the peaks of the block it wraps: bytes allocated and reserved for each GPU, what all processes use of it in the
-    end, and the host's resident set.
+    end (where this one does), and the host's resident set.
 
     What the block puts into the mapping it is given is recorded too. Outside a run it does nothing. The GPUs' peak counters
     are reset on entry, so that each phase has its own peak.
@@ -56,7 +56,7 @@ def record_memory(role: str, phase: str, step: int) -> Iterator[dict[str, Any]]:
                     "allocated": torch.cuda.memory_allocated(gpu),
                     "peak": torch.cuda.max_memory_allocated(gpu),
                     "peak_reserved": torch.cuda.max_memory_reserved(gpu),
-                    "used": _used(gpu),
+                    **_used(gpu),
                 }
                 for gpu in gpus
             },
@@ -65,9 +65,12 @@ def record_memory(role: str, phase: str, step: int) -> Iterator[dict[str, Any]]:
         append_json_line(folder / "memory.jsonl", record)
 
 
-def _used(gpu: int) -> int:
-    """What all processes hold of a GPU now, by the driver."""
+def _used(gpu: int) -> dict[str, int]:
+    """What all processes hold of a GPU now, by the driver; nothing of a GPU that this process has not used: the question
+    would make a context of half a GiB there."""
     import torch
 
+    if not torch.cuda.max_memory_reserved(gpu):
+        return {}
     free, total = torch.cuda.mem_get_info(gpu)
-    return total - free
+    return {"used": total - free}

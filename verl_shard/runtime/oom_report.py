@@ -79,7 +79,8 @@ def report_out_of_memory(
     """To be called while the error's frames are alive: they hold what is to be counted."""
     gpus = {}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for gpu in range(torch.cuda.device_count()):
+        # Of those that this process uses: the driver's answer costs a context of half a GiB on any other.
+        for gpu in (gpu for gpu in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(gpu)):
             free, _ = torch.cuda.mem_get_info(gpu)
             sizes = torch.cuda.memory_allocated(gpu), torch.cuda.memory_reserved(gpu), free
             gpus[gpu] = dict(zip(("allocated", "reserved", "free"), sizes, strict=True))
