@@ -43,7 +43,7 @@ class Meter:
 
     def wait(self) -> None: ...
 
-    def begin(self) -> None:
+    def begin_peak(self) -> None:
         self.begun += 1
 
     def peaks(self) -> tuple[int, ...]:
@@ -138,9 +138,9 @@ def test_the_first_step_is_not_told_of_and_memory_runs_out_in_a_phase(monkeypatc
         now[0] += next(took)
 
     class Clocked(Meter):
-        def begin(self) -> None:
+        def begin_peak(self) -> None:
             assert now == [50.0]
-            super().begin()
+            super().begin_peak()
 
     monkeypatch.setattr(Roles, "step", step)
     monkeypatch.setattr("verl_shard.bench.elastic.time.perf_counter", lambda: now[0])

@@ -40,7 +40,7 @@ class Meter:
 
     def wait(self) -> None: ...
 
-    def begin(self) -> None:
+    def begin_peak(self) -> None:
         self.begun += 1
 
     def peaks(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class MeterOfHost(Meter):
     def __init__(self) -> None:
         self.host = HostMeter()
 
-    def begin(self) -> None:
+    def begin_peak(self) -> None:
         gc.collect()
         self.host.peak = self.host.now
 
@@ -206,9 +206,9 @@ def test_the_first_update_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> Non
         return 1.0
 
     class Clocked(Meter):
-        def begin(self) -> None:
+        def begin_peak(self) -> None:
             assert now == [50.0]
-            super().begin()
+            super().begin_peak()
 
     monkeypatch.setattr(ladder_update, "update", run)
     monkeypatch.setattr("verl_shard.bench.ladder.time.perf_counter", lambda: now[0])

@@ -54,7 +54,7 @@ class Meter:
 
     def empty(self) -> None: ...
 
-    def begin(self) -> None:
+    def begin_peak(self) -> None:
         self.begun += 1
 
     def peaks(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class MeterOfHost(Meter):
     def __init__(self) -> None:
         self.host = HostMeter()
 
-    def begin(self) -> None:
+    def begin_peak(self) -> None:
         gc.collect()
         self.host.peak = self.host.now
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_shard.bench.elastic_roles import ROLES, Load, Place, Roles, plan_roles
+from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.ladder_machine import (
     TINY,
     Machine,
-    Meter,
     cap_memory,
     in_a_process,
     look,
@@ -205,11 +205,11 @@ Measured = tuple[float | None, tuple[int, ...], str]
 
 def _measured(config: Any, load: Load, found: Machine, limit: int | None, placed: Layout, steps: int) -> Measured:
     cap_memory(limit, found.gpus)
-    return measure(Roles(config, load, placed.places, mixed=bool(found.gpus)), Meter(found.gpus), steps)
+    return measure(Roles(config, load, placed.places, mixed=bool(found.gpus)), GpusMeter(found.gpus), steps)
 
 
 def measure(roles: Roles, meter: Any, steps: int) -> Measured:
-    """Makes the roles and runs steps; the first is not told of. meter: as Meter."""
+    """Makes the roles and runs steps; the first is not told of. meter: as GpusMeter."""
     from verl_shard.runtime.ladder import is_out_of_memory
 
     failed: list[str] = []
@@ -227,7 +227,7 @@ def measure(roles: Roles, meter: Any, steps: int) -> Measured:
         roles.make()
         for number in range(steps):
             if number == 1:
-                meter.begin()
+                meter.begin_peak()
             meter.wait()
             began = time.perf_counter()
             roles.step(around)

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.ladder_machine import (
     TINY,
     Machine,
-    Meter,
     cap_memory,
     in_a_process,
     look,
@@ -139,13 +139,13 @@ def climb(
     updates: int = UPDATES,
     meter: Any = None,
 ) -> RungRow:
-    """Estimates one rung, and runs it. meter: as Meter; another one for tests."""
+    """Estimates one rung, and runs it. meter: as GpusMeter; another one for tests."""
     began = time.perf_counter()
     device_map, estimate = _estimated(config, rung, batch)
     estimate_s = time.perf_counter() - began
     expected = expected_outcome(estimate, limit or found.memory) if found.gpus else ""
     cap_memory(limit, found.gpus)
-    used = Meter(rung.gpus if found.gpus else 0) if meter is None else meter
+    used = GpusMeter(rung.gpus if found.gpus else 0) if meter is None else meter
     seconds, peaks, outcome = measure(config, rung, batch, found.device, device_map, used, updates=updates)
     speed = None if seconds is None else batch.sequences / seconds
     return RungRow(
@@ -197,7 +197,7 @@ def measure(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         for number in range(updates):
             if number == 1:
-                meter.begin()
+                meter.begin_peak()
             meter.wait()
             began = time.perf_counter()
             value = update(

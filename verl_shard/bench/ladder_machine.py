@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -158,38 +157,6 @@ def named_config(model: str) -> Any:
     if model not in known:
         raise config_error("model", "--model", model, "no such language model", f"Use one of {', '.join(known)}")
     return config_of(model)
-
-
-class Meter:
-    """Time, and memory of GPUs: bytes that torch has allocated on each."""
-
-    def __init__(self, gpus: int) -> None:
-        self._gpus = range(gpus)
-
-    def wait(self) -> None:
-        import torch
-
-        for gpu in self._gpus:
-            torch.cuda.synchronize(gpu)
-
-    def begin(self) -> None:
-        """Peaks are counted from here on."""
-        import torch
-
-        for gpu in self._gpus:
-            torch.cuda.reset_peak_memory_stats(gpu)
-
-    def peaks(self) -> tuple[int, ...]:
-        import torch
-
-        return tuple(torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus)
-
-    def empty(self) -> None:
-        import torch
-
-        gc.collect()
-        if self._gpus:
-            torch.cuda.empty_cache()
 
 
 class HostPeak:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_shard.bench.elastic_roles import ROLES, Load, Place, Roles, plan_roles
+from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.ladder_machine import (
     TINY,
     HostPeak,
     Machine,
-    Meter,
     cap_memory,
     in_a_process,
     look,
@@ -302,12 +302,12 @@ def _measured(
     place = {"": 0 if found.gpus else "cpu"}
     places = {role: Place(place, "stream" if role in streamed else "none") for role in ROLES}
     cap_memory(limit, found.gpus)
-    meter = Meter(1 if found.gpus else 0)
+    meter = GpusMeter(1 if found.gpus else 0)
     return run_step(Roles(config, load, places, mixed=bool(found.gpus)), meter, steps)
 
 
 def run_step(roles: Roles, meter: Any, steps: int) -> Measured | str:
-    """Makes roles and runs steps, phase by phase; the first step is not told of. meter: as Meter."""
+    """Makes roles and runs steps, phase by phase; the first step is not told of. meter: as GpusMeter."""
     import psutil
 
     from verl_shard.runtime.ladder import is_out_of_memory, one_line
@@ -324,7 +324,7 @@ def run_step(roles: Roles, meter: Any, steps: int) -> Measured | str:
         with lock:  # phases of different roles would count each other's memory
             at[0] = f"in {name}"
             meter.wait()
-            meter.begin()
+            meter.begin_peak()
             began = time.perf_counter()
             run()
             meter.wait()

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl_shard.bench.elastic_roles import Load
-from verl_shard.bench.ladder_machine import HostPeak, Meter, in_a_process
+from verl_shard.bench.gpus_meter import GpusMeter
+from verl_shard.bench.ladder_machine import HostPeak, in_a_process
 from verl_shard.bench.offload_advice import AdviceRow, PhaseRow, WayRow
 from verl_shard.common.tables import err
 from verl_shard.config.cards import Card
@@ -125,11 +126,11 @@ def _run(config: Any, load: Load, offload: Mapping[str, Any], steps: int) -> Sto
     from verl_shard.verl_plugin.stock_engine import one_process
 
     with one_process("cuda"):
-        return measure(config, load, offload, steps, Meter(1))
+        return measure(config, load, offload, steps, GpusMeter(1))
 
 
 def measure(config: Any, load: Load, offload: Mapping[str, Any], steps: int, meter: Any) -> StockMeasured:
-    """Runs the phases of an actor and a reference; needs `one_process` around it. meter: as Meter."""
+    """Runs the phases of an actor and a reference; needs `one_process` around it. meter: as GpusMeter."""
     import psutil
 
     from verl_shard.verl_plugin.stock_engine import Setup, StockRole, save_model
@@ -154,7 +155,7 @@ def measure(config: Any, load: Load, offload: Mapping[str, Any], steps: int, met
             for step in range(steps):
                 for name, run in phases:
                     meter.wait()
-                    meter.begin()
+                    meter.begin_peak()
                     began = time.perf_counter()
                     run()
                     meter.wait()
@@ -162,7 +163,7 @@ def measure(config: Any, load: Load, offload: Mapping[str, Any], steps: int, met
                         seconds.setdefault(name, []).append(time.perf_counter() - began)
                         peaks[name] = max(peaks.get(name, 0), *meter.peaks())
         meter.empty()
-        meter.begin()  # from here on nothing is allocated: the peak is what stays
+        meter.begin_peak()  # from here on nothing is allocated: the peak is what stays
         between = max(meter.peaks())
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     return StockMeasured(medians, peaks, between, max(host.peak - before, 0))

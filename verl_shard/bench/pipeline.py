@@ -5,7 +5,6 @@ Of a machine with one GPU, or with gpus=1: pipeline_one.
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import tempfile
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.maps import zoo
 from verl_shard.bench.pipeline_one import OneRow, measure_dispatch, measure_update, one_table, why_no_update
 from verl_shard.bench.rates import need_gpu
@@ -50,36 +50,6 @@ class PipelineRow:
     seconds: float | None
     peaks: tuple[int, ...]
     loss: float | None
-
-
-class GpusMeter:
-    """Time and memory of all GPUs."""
-
-    def __init__(self, n_gpus: int) -> None:
-        self._gpus = range(n_gpus)
-
-    def wait(self) -> None:
-        import torch
-
-        for gpu in self._gpus:
-            torch.cuda.synchronize(gpu)
-
-    def begin_peak(self) -> None:
-        import torch
-
-        for gpu in self._gpus:
-            torch.cuda.reset_peak_memory_stats(gpu)
-
-    def peaks(self) -> tuple[int, ...]:
-        import torch
-
-        return tuple(torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus)
-
-    def empty(self) -> None:
-        import torch
-
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def bench_pipeline(
