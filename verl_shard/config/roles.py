@@ -14,6 +14,16 @@ from verl_shard.config.validated import config_class
 Role = Literal["actor", "critic", "ref", "reward", "rollout"]
 ROLES: tuple[Role, ...] = ("actor", "critic", "ref", "reward", "rollout")
 TRAINED: tuple[Role, ...] = ("actor", "critic")
+PHASE_OF_PASS: dict[tuple[str, str], str] = {
+    ("rollout", "generate"): "generate",
+    ("reward", "forward"): "reward",
+    ("actor", "forward"): "old_log_prob",
+    ("ref", "forward"): "ref_log_prob",
+    ("critic", "forward"): "values",
+    ("critic", "train"): "update_critic",
+    ("actor", "train"): "update_actor",
+}
+"""verl's name for the phase of a step in which a role's model runs a pass."""
 Backend = Literal["device_map", "fsdp", "fsdp2"]
 Offload = Literal["none", "stream", "cpu_offload", "cpu_offload_with_hook", "auto"]
 Logits = Literal["full", "chunked", "fused"]

@@ -10,16 +10,8 @@ from typing import Any
 from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.pictures import ACCENT, SOFT, STRONG, new_figure, save_png
+from verl_shard.config.roles import PHASE_OF_PASS
 
-_PHASES = {
-    ("rollout", "generate"): "generate",
-    ("reward", "forward"): "reward",
-    ("actor", "forward"): "old_log_prob",
-    ("ref", "forward"): "ref_log_prob",
-    ("critic", "forward"): "values",
-    ("critic", "train"): "update_critic",
-    ("actor", "train"): "update_actor",
-}
 _BANDS = {
     "generate": "#d8ecdc", "reward": "#f6e3c5", "old_log_prob": "#e3e8f4", "ref_log_prob": "#eee3f2", "values": "#e2f0f0",
     "update_critic": "#f5dcd6", "update_actor": "#f2cfc6",
@@ -82,7 +74,7 @@ def _moment(line: Mapping[str, Any], zero: float) -> Moment:
         return {gpu: sizes[key] for gpu, sizes in gpus.items() if key in sizes}
 
     ended = line["time"] - zero
-    phase = _PHASES.get((line["role"], line["phase"]), f"{line['role']} {line['phase']}")
+    phase = PHASE_OF_PASS.get((line["role"], line["phase"]), f"{line['role']} {line['phase']}")
     return Moment(
         line["step"], phase, ended - line["seconds"], ended, line["pid"],
         of("allocated"), of("peak"), of("peak_reserved"), line["host_peak"], of("used"),

@@ -13,6 +13,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from verl_shard.common.notices import record_event
+from verl_shard.config.roles import PHASE_OF_PASS
 from verl_shard.memory.passes import PassSpec
 from verl_shard.planning.plan_file import planned_peak
 from verl_shard.runtime.allocator import ResourceAllocator
@@ -21,15 +22,6 @@ from verl_shard.runtime.oom_report import estimated, on_gpus, report_out_of_memo
 from verl_shard.runtime.pass_memory import PassMemory
 from verl_shard.verl_plugin.engine_batches import IN_FLIGHT
 
-PHASES = {
-    ("actor", "forward"): "old_log_prob",
-    ("actor", "train"): "update_actor",
-    ("critic", "forward"): "values",
-    ("critic", "train"): "update_critic",
-    ("ref", "forward"): "ref_log_prob",
-}
-"""verl's name for what a role's engine is doing."""
-
 
 class InPieces:
     """What one engine does in one phase, over the run: which live remedies are taken stays so for later batches."""
@@ -37,7 +29,7 @@ class InPieces:
     def __init__(self, engine: Any, *, forward_only: bool) -> None:
         self._engine, self._forward_only = engine, forward_only
         role = engine.engine_config.role
-        self.phase = PHASES.get((role, "forward" if forward_only else "train"), role)
+        self.phase = PHASE_OF_PASS.get((role, "forward" if forward_only else "train"), role)
         self.ladder = Ladder(self.phase)
         on = engine.engine_config.allocator == "auto"
         self.allocator = ResourceAllocator(self.ladder, self._needed, agree=self._agree) if on else None
