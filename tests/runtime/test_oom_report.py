@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from shapes import small_qwen2
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from verl_shard.runtime.oom_report import LiveTensor, largest_tensors, report_out_of_memory
@@ -69,3 +70,11 @@ def test_weights_and_gradients_by_name_and_equal_ones_together() -> None:
     kinds = [kind for kind in largest_tensors(model, 10_000) if kind.shape == (777, 33)]
     assert kinds == [LiveTensor("", (777, 33), "float32", "cpu", 777 * 33 * 4, 3)]
     del views
+
+
+def test_fake_tensors_take_no_memory() -> None:
+    """Estimates of the same process leave some; they say "cpu" and are nowhere."""
+    with FakeTensorMode():
+        fake = torch.zeros(778, 34)
+    assert fake.device == torch.device("cpu")
+    assert not [kind for kind in largest_tensors(causal(), 10_000) if kind.shape == (778, 34)]

@@ -128,9 +128,12 @@ def largest_tensors(model: nn.Module, n: int) -> list[LiveTensor]:
     for item in gc.get_objects():
         try:
             # By its type: asking some objects for their class runs their code.
-            if not issubclass(type(item), torch.Tensor) or item.device not in devices or item.device.type == "meta":
+            if not issubclass(type(item), torch.Tensor) or item.device not in devices:
                 continue
             storage = item.untyped_storage()
+            # Of the storage: a fake tensor says that it is on a GPU, takes nothing there, and complains when asked where.
+            if storage.device.type == "meta":
+                continue
             key = storage.data_ptr()
             if key in seen or not storage.nbytes():
                 continue
