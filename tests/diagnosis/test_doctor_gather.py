@@ -17,7 +17,6 @@ from verl_shard.diagnosis.doctor_child import MARK, look_at_flash, look_at_ray, 
 from verl_shard.diagnosis.doctor_facts import DriverGpu, Flash, Gpu, Ray, RayNode, Torch, Trouble
 from verl_shard.diagnosis.doctor_gather import as_flash, as_ray, as_torch, child, parse_driver, read_driver, run
 from verl_shard.diagnosis.doctor_machine import (
-    cgroup_limits,
     kernel_driver,
     matters,
     pci_gpus,
@@ -260,42 +259,6 @@ def test_which_cluster_ray_would_join(tmp_path: Path) -> None:
     assert ray_address(env) == ray_address({**env, "RAY_ADDRESS": "auto"}) == ("10.0.0.1:6379", str(left))
     assert ray_address({**env, "RAY_ADDRESS": "10.0.0.2:6379"}) == ("10.0.0.2:6379", "RAY_ADDRESS")
     assert ray_address({**env, "RAY_ADDRESS": "local"}) == ("", "")
-
-
-def write(root: Path, **files: str) -> None:
-    for name, text in files.items():
-        path = root / name.replace("__", "/").replace("_DOT_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def test_limits_of_control_groups_hold_from_the_root_down(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("0::/kube/pod1\n")
-    root = tmp_path / "v2"
-    write(
-        root, kube__memory_DOT_max="1000\n", kube__memory_DOT_current="900\n",
-        kube__memory_DOT_stat="anon 100\ninactive_file 300\n",
-        kube__pod1__memory_DOT_max="max\n", kube__cpu_DOT_max="max 100000\n", kube__pod1__cpu_DOT_max="250000 100000\n",
-    )  # fmt: skip
-    # 900 in use, of which 300 are files that the kernel gives back.
-    assert cgroup_limits(root, own) == (2.5, 1000, 600)
-    assert cgroup_limits(tmp_path / "none", own) == cgroup_limits(root, tmp_path / "none") == (None, None, 0)
-
-
-def test_limits_of_control_groups_of_version_1(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n")
-    write(
-        tmp_path, memory__memory_DOT_limit_in_bytes="9223372036854771712\n",
-        memory__docker__x__memory_DOT_limit_in_bytes="64000\n",
-        memory__docker__x__memory_DOT_usage_in_bytes="5000\n",
-        memory__docker__x__memory_DOT_stat="total_inactive_file 1000\n",
-    )  # fmt: skip
-    (tmp_path / "cpu,cpuacct" / "docker" / "x").mkdir(parents=True)
-    (tmp_path / "cpu,cpuacct" / "docker" / "x" / "cpu.cfs_quota_us").write_text("400000\n")
-    (tmp_path / "cpu,cpuacct" / "docker" / "x" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cgroup_limits(tmp_path, own) == (4.0, 64000, 4000)
 
 
 def test_the_kernel_module_and_the_bus(tmp_path: Path) -> None:

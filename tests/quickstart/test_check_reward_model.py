@@ -82,7 +82,7 @@ def test_weights_without_the_head(judge: Path) -> None:
     assert faults(judge) == [("no-head", "its weights lack the head that scores (score.weight)")]
 
 
-Memory = namedtuple("Memory", ["available"])
+Memory = namedtuple("Memory", ["available", "total"], defaults=[2**60])
 
 
 def test_memory_decides_the_dtype_and_whether_it_goes_at_all(judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:

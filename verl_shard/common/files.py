@@ -1,7 +1,8 @@
-"""Files that are whole or absent, and JSON lines that several processes may append to."""
+"""Files that are whole or absent, JSON lines that several processes may append to, and the kernel's small files."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -60,6 +61,19 @@ class JsonTail:
         whole = text[: text.rfind(b"\n") + 1]
         self._position += len(whole)
         return [json.loads(line) for line in whole.splitlines()]
+
+
+def words_of(path: Path) -> list[str]:
+    """The words of a small file, such as those of /proc and /sys; none where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace").split()
+    return []
+
+
+def number_of(path: Path) -> int | None:
+    """The whole number that such a file begins with, or None."""
+    words = words_of(path)
+    return int(words[0]) if words and words[0].lstrip("-").isdigit() else None
 
 
 def claim_once(path: Path, text: str) -> bool:

@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import psutil
 from packaging.utils import canonicalize_name
 
+from verl_shard.common.files import number_of, words_of
 from verl_shard.diagnosis.doctor_facts import Disk, Package, Trouble
 from verl_shard.diagnosis.doctor_network import RAY_PORT
+from verl_shard.resources.limits import host_memory, read_limits
 
 SHORT_S = 5.0
 """For what a healthy machine answers at once: a name, the room on a disk."""
@@ -32,8 +34,7 @@ def read_machine(env: Mapping[str, str]) -> dict[str, Any]:
     host = socket.gethostname()
     addresses = within(SHORT_S, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
     address = None if isinstance(addresses, Trouble) or not addresses else str(addresses[0][4][0])
-    cpu_limit, ram_limit, ram_used = cgroup_limits()
-    ram = psutil.virtual_memory()
+    limits = read_limits()
     shm = within(SHORT_S, lambda: shutil.disk_usage("/dev/shm"))
     nccl_files = (
         Path("/etc/nccl.conf"),
@@ -47,16 +48,16 @@ def read_machine(env: Mapping[str, str]) -> dict[str, Any]:
         "pci_gpus": pci_gpus(),
         "kernel_driver": kernel_driver(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "cpu_limit": cpu_limit,
-        "ram": ram.total,
-        "ram_available": min(ram.available, max(ram_limit - ram_used, 0)) if ram_limit is not None else ram.available,
-        "ram_limit": ram_limit,
+        "cpu_limit": limits.cpus,
+        "ram": psutil.virtual_memory().total,
+        "ram_available": host_memory(limits).available,
+        "ram_limit": limits.memory,
         "shm": None if isinstance(shm, Trouble) else shm.total,
         "shm_free": None if isinstance(shm, Trouble) else shm.free,
         "memlock": _limit(resource.RLIMIT_MEMLOCK, 0),
         "open_files": _limit(resource.RLIMIT_NOFILE, 1),
         "processes": _limit(resource.RLIMIT_NPROC, 0),
-        "overcommit": _number(Path("/proc/sys/vm/overcommit_memory")),
+        "overcommit": number_of(Path("/proc/sys/vm/overcommit_memory")),
         "disks": tuple(read_disk(use, path) for use, path in places(env)),
         "host": host,
         "host_address": address,
@@ -111,52 +112,6 @@ def ray_address(env: Mapping[str, str]) -> tuple[str, str]:
     return given, "RAY_ADDRESS" if given else ""
 
 
-def cgroup_limits(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> tuple[float | None, int | None, int]:
-    """CPUs and bytes that this process's control groups allow, None for no limit; and bytes in use under that of memory."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = own.read_text().splitlines()
-    cpus: list[float] = []
-    memory: list[tuple[int, int]] = []
-    for line in lines:
-        _, names, path = line.split(":", 2)
-        controllers = names.split(",")
-        for at in _upwards(path):
-            if not names:  # version 2
-                quota = _words(root / at / "cpu.max")
-                if len(quota) == 2 and quota[0].isdigit():
-                    cpus.append(int(quota[0]) / int(quota[1]))
-                memory += _memory(root / at, "memory.max", "memory.current", "inactive_file")
-            if "memory" in controllers:
-                group = root / "memory" / at
-                memory += _memory(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if "cpu" in controllers:
-                folder = next((one for one in (root / names, root / "cpu") if one.is_dir()), root)
-                quota_us, period = _number(folder / at / "cpu.cfs_quota_us"), _number(folder / at / "cpu.cfs_period_us")
-                if quota_us is not None and period and quota_us > 0:
-                    cpus.append(quota_us / period)
-    least, used = min(memory, default=(None, 0), key=lambda one: one[0])
-    return min(cpus, default=None), least, used
-
-
-def _memory(group: Path, limit: str, current: str, cache: str) -> list[tuple[int, int]]:
-    """A group's limit and what is in use, less what the kernel would give back at once; nothing where it has no limit."""
-    most = _number(group / limit)
-    if most is None or most >= 2**60:  # version 1 writes a number near 2**63 for none
-        return []
-    words = _words(group / "memory.stat")
-    held = dict(zip(words[::2], words[1::2], strict=False)).get(cache, "0")
-    return [(most, max((_number(group / current) or 0) - int(held), 0))]
-
-
-def _upwards(path: str) -> list[str]:
-    """A group, the group it is in, and so on to the root: the limits of all of them hold."""
-    parts = [part for part in path.split("/") if part and part != ".."]
-    return ["/".join(parts[:end]) for end in range(len(parts), -1, -1)]
-
-
 def places(env: Mapping[str, str]) -> list[tuple[str, Path]]:
     """What is written where: models of the hub, temporary files of Ray and torch, runs."""
     home = Path(env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
@@ -207,7 +162,7 @@ def pci_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
     """NVIDIA display controllers on the PCI bus, with a driver or without."""
     with contextlib.suppress(OSError):
         return sum(
-            _words(one / "vendor") == ["0x10de"] and (_words(one / "class") or [""])[0].startswith("0x03")
+            words_of(one / "vendor") == ["0x10de"] and (words_of(one / "class") or [""])[0].startswith("0x03")
             for one in devices.iterdir()
         )
     return 0
@@ -215,7 +170,7 @@ def pci_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
 
 def kernel_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """The version of the loaded kernel module, the first number in "NVRM version: ... Kernel Module  580.65.06"."""
-    for word in _words(file):
+    for word in words_of(file):
         if word[:1].isdigit() and "." in word and word.replace(".", "").isdigit():
             return word
     return None
@@ -256,14 +211,3 @@ def _names(folder: Path) -> tuple[str, ...]:
     with contextlib.suppress(OSError):
         return tuple(sorted(one.name for one in folder.iterdir()))
     return ()
-
-
-def _words(file: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return file.read_text(errors="replace").split()
-    return []
-
-
-def _number(file: Path) -> int | None:
-    words = _words(file)
-    return int(words[0]) if words and words[0].lstrip("-").isdigit() else None

@@ -9,6 +9,7 @@ from verl_shard.common.errors import ConfigError, Finding
 from verl_shard.common.units import format_bytes
 from verl_shard.quickstart.checks import folder_faults
 from verl_shard.quickstart.options import DEMO
+from verl_shard.resources.limits import host_memory
 
 if TYPE_CHECKING:
     from verl_shard.models.spec import ModelSpec
@@ -37,14 +38,11 @@ def check_reward_model(path: str | Path) -> None:
 def choose_dtype(path: str | Path) -> str:
     """The dtype that a reward model is loaded in, unless it is streamed: "float32", the quicker on the CPU, or "bfloat16" where
     its weights would take more than half of the memory that is free."""
-    import psutil
-
     size = _spec(Path(path)).n_params * 4
-    return "float32" if size <= _HALF * psutil.virtual_memory().available else "bfloat16"
+    return "float32" if size <= _HALF * host_memory().available else "bfloat16"
 
 
 def _classifier_faults(folder: Path) -> list[Finding]:
-    import psutil
     from transformers import AutoConfig
 
     try:
@@ -69,7 +67,7 @@ def _classifier_faults(folder: Path) -> list[Finding]:
     if lacking := _missing_head(folder, spec):
         why = f"its weights lack the head that scores ({', '.join(lacking)})"
         faults.append(_fault("no-head", folder, why, "Name a model that was trained to score; a new head says nothing"))
-    free = psutil.virtual_memory().available
+    free = host_memory().available
     if (size := spec.n_params * 2) > free:
         why = f"its weights take {format_bytes(size)} in bfloat16, and {format_bytes(free)} are free"
         faults.append(_fault("reward-model-too-large", folder, why, "Name a smaller one"))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import psutil
-
 from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.common.notices import notice
 from verl_shard.config.cards import UNKNOWN, Card, card_of_memory, find_card
 from verl_shard.config.inventory import Inventory, Node
+from verl_shard.resources.limits import host_memory
 
 
 def probe() -> Inventory:
-    """This machine's visible GPUs and its RAM. Raises ConfigError where torch sees no GPU."""
+    """This machine's visible GPUs, and the RAM that this process may have: in a container, its limit.
+
+    Raises ConfigError where torch sees no GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -23,7 +25,7 @@ def probe() -> Inventory:
     for gpu in range(torch.cuda.device_count()):
         there = torch.cuda.get_device_properties(gpu)
         cards.append(known_card(there.name, there.total_memory, (there.major, there.minor)))
-    return Inventory((Node(tuple(cards), psutil.virtual_memory().total),))
+    return Inventory((Node(tuple(cards), host_memory().total),))
 
 
 def known_card(name: str, memory: int, capability: tuple[int, int]) -> Card:

@@ -6,10 +6,10 @@ import contextlib
 import mmap
 import threading
 import weakref
-from pathlib import Path
 
 import torch
 
+from verl_shard.resources.limits import available_host_memory as available_host_memory  # offload asks too
 from verl_shard.runtime.copies import Copies
 
 _KEPT_FREE = 2**30
@@ -24,20 +24,6 @@ _pinned = 0
 def pinned_bytes() -> int:
     """Bytes of host memory that this process has page-locked for streaming, of all models together."""
     return _pinned
-
-
-def available_host_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the host can still give, or what is left of this container's limit if that is less; None if unknown."""
-    found = []
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    with contextlib.suppress(OSError, ValueError):  # without a limit it says "max"
-        limit = int((group / "memory.max").read_text())
-        held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(held.get("inactive_file", 0))
-        found.append(max(limit - used, 0))
-    return min(found, default=None)
 
 
 def room_to_pin(pin_limit: int | None) -> int | None:
