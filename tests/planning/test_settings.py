@@ -109,3 +109,36 @@ def test_auto_is_for_the_planner() -> None:
     made = filled(ref={"offload": "auto"})
     assert made.roles["ref"].offload == "none"
     assert "offload" in made.blank["ref"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "why"),
+    [
+        ("device_map", {"reward": {"strategy": "vllm"}}, "has device_map or none or data_parallel there"),
+        ("device_map", {"ref": {"strategy": "data_parallel"}}, "a reference has one copy in each process"),
+        ("device_map", {"reward": {"strategy": "data_parallel", "devices": [2]}}, "one GPU, and so one copy"),
+        ("device_map", {"reward": {"strategy": "none", "devices": [1, 2]}}, "it is for one GPU, and there are 2"),
+        ("fsdp2", {"reward": {"strategy": "data_parallel"}}, "backend fsdp2 has vllm or sglang there"),
+        (
+            "fsdp2",
+            {"reward": {"strategy": "sglang"}},
+            "the rollout is on vllm, and a plan of stock verl has one engine",
+        ),
+    ],
+)
+def test_strategies_that_a_role_cannot_have(backend: Any, given: dict[str, Any], why: str) -> None:
+    ((role, section),) = given.items()
+    found = faults(backend=backend, **{role: {"model": "m", **section}})
+    assert list(found) == [f"{role}.strategy"]
+    assert why in found[f"{role}.strategy"]
+
+
+def test_a_reward_model_on_stock_verl_is_on_the_rollouts_engine() -> None:
+    """What a resource config calls it, vllm or sglang, and not the backend of the trainer."""
+    for rollout in ("vllm", "sglang"):
+        named, blank = ({"model": "m", "strategy": rollout}, {"model": "m"})
+        for reward in (named, blank):
+            made = filled(backend="fsdp2", reward=reward, rollout={"strategy": rollout})
+            assert made.roles["reward"].strategy == rollout
+    on_cpu = filled(backend="fsdp2", reward={"model": "m", "device_type": "cpu"})
+    assert on_cpu.roles["reward"].strategy == "none"

@@ -121,6 +121,9 @@ def _check_ids(settings: Settings, inventory: Inventory, side_by_side: bool) -> 
             given = str(list(asked)) if isinstance(asked, tuple) else str(asked)
             why = f"there are {n} GPUs" + (f", 0 to {n - 1}" if isinstance(asked, tuple) else "")
             faults.append(Finding("error", "no-such-gpu", f"{role}.devices", given, why, "Name GPUs that there are"))
+        if own.strategy == "data_parallel" and asked is None and n == 1:
+            why, fix = "there is one GPU, and so one copy", "Use none, or more GPUs"
+            faults.append(Finding("error", "strategy-and-gpus", f"{role}.strategy", own.strategy, why, fix))
     if faults:
         raise ConfigError(faults)
 

@@ -12,7 +12,8 @@ from verl_shard.config.workload import Workload
 from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import KINDS
-from verl_shard.planning.layout import Layouts, PhaseBytes, Placed, holder_of, limit_of, streamed
+from verl_shard.planning.copies import CopiedLayouts, as_run, copies_seconds, has_copies
+from verl_shard.planning.layout import PhaseBytes, Placed, holder_of, limit_of, streamed
 from verl_shard.planning.models import Models, pass_of
 from verl_shard.planning.placed_apart import in_words, placement_of
 from verl_shard.planning.placement import STAGES, PlacementSearch
@@ -34,12 +35,12 @@ class OurEngine:
     rates: Rates | None = None
     side_by_side: bool = False
     """Whether roles on GPUs of their own work at the same time; otherwise one phase follows the other everywhere."""
-    layouts: Layouts = field(init=False)
+    layouts: CopiedLayouts = field(init=False)
     times: StepTimes = field(init=False)
     searched: dict[tuple[object, ...], PlacementSearch] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.layouts = Layouts(self.models, self.workload, self.inventory)
+        self.layouts = CopiedLayouts(self.models, self.workload, self.inventory)
         card = self.inventory.gpus[0].card
         self.times = StepTimes(self.models, self.workload, self.rates or Rates.of(card))
 
@@ -51,7 +52,7 @@ class OurEngine:
 
     def evaluate(self, settings: Settings) -> Evaluation:
         placed = self._placed(settings)
-        rows = self.layouts.phases(settings, placed)
+        rows = self.layouts.phases(self._as_run(settings), placed)
         return Evaluation(
             bytes={(row.phase, gpu): size for row in rows for gpu, size in row.peaks.items() if size},
             limits=self._limits,
@@ -61,9 +62,9 @@ class OurEngine:
         )
 
     def phases(self, settings: Settings) -> tuple[PlannedPhase, ...]:
-        placed = self._placed(settings)
+        placed, run = self._placed(settings), self._as_run(settings)
         made = []
-        for row in self.layouts.phases(settings, placed):
+        for row in self.layouts.phases(run, placed):
             time = self._time(row, settings, placed)
             streamed = settings.roles[row.role].offload == "stream"
             made.append(
@@ -71,12 +72,10 @@ class OurEngine:
                     phase=row.phase,
                     role=row.role,
                     peaks=dict(row.peaks),
-                    reserved=max(
-                        self.layouts.reserved(row.phase, row.fullest, settings, placed), row.peaks[row.fullest]
-                    ),
+                    reserved=max(self.layouts.reserved(row.phase, row.fullest, run, placed), row.peaks[row.fullest]),
                     seconds=time.seconds,
                     bound_by=time.bound,
-                    parts=self._parts(row, settings, placed),
+                    parts=self._parts(row, run, placed),
                     unmeasured=("buffers of streamed weights",) if streamed else (),
                 )
             )
@@ -109,7 +108,7 @@ class OurEngine:
         found = [
             Check("ok", "what fills the fullest GPU", f"{fullest.phase}: {said}; most is {largest}{only}"),
             Check("ok", "shards", "one process has all GPUs, so that no shard size has to divide a world size"),
-            Check("ok", "second copy of the weights", "none: generation is on the actor's own module"),
+            Check("ok", "second copy of the weights", self._second_copies(settings)),
         ]
         n = self.workload.mini_batch_sequences
         sizes = {role: own.micro_batch_size or 1 for role, own in settings.roles.items() if role in TRAINED}
@@ -122,6 +121,14 @@ class OurEngine:
         found.append(Check(level, "host memory", f"{format_bytes(host)} of weights are kept there; the host's is {of}"))
         return found
 
+    def _second_copies(self, settings: Settings) -> str:
+        said = "generation is on the actor's own module"
+        copied = {role: self.devices_of(settings, role) for role, own in settings.roles.items() if has_copies(own)}
+        if not copied:
+            return f"none: {said}"
+        each = ", ".join(f"{role} has one on each of {len(gpus)} GPUs, as asked" for role, gpus in copied.items())
+        return f"{each}; {said}"
+
     def host_parts(self, settings: Settings) -> dict[str, int]:
         """Weights of roles that are streamed, or on the CPU, in the memory of the one process's node."""
         parts = {}
@@ -129,7 +136,8 @@ class OurEngine:
             apart = role == "rollout" or (role == "ref" and settings.ref_in_actor)
             if not apart and (own.offload == "stream" or own.device_type == "cpu"):
                 wanted = pass_of({"ref": "ref_log_prob", "reward": "reward"}[role], own, self.workload)
-                parts[f"{role} weights"] = self.models.read(own, wanted.weight_dtype)[0].weight_bytes
+                copies = len(self.devices_of(settings, role)) if has_copies(own) else 1
+                parts[f"{role} weights"] = copies * self.models.read(own, wanted.weight_dtype)[0].weight_bytes
         return parts
 
     def devices_of(self, settings: Settings, role: Role) -> tuple[int, ...]:
@@ -146,7 +154,7 @@ class OurEngine:
 
     def map_of(self, settings: Settings, role: Role) -> DeviceMap | None:
         held = self._placed(settings).get(role)
-        return None if held is None else held.device_map
+        return None if held is None or has_copies(settings.roles[role]) else held.device_map
 
     def model_of(self, settings: Settings, role: Role) -> tuple[str, int]:
         own = settings.roles[role]
@@ -165,6 +173,14 @@ class OurEngine:
     @property
     def _limits(self) -> dict[int, int]:
         return {gpu.id: limit_of(gpu.card) for gpu in self.inventory.gpus}
+
+    def _as_run(self, settings: Settings) -> Settings:
+        """With the batches that roles with copies work in."""
+        for role, own in settings.roles.items():
+            if has_copies(own):
+                made = as_run(own, len(self.devices_of(settings, role)), self.workload)
+                settings = replace(settings, roles={**settings.roles, role: made})
+        return settings
 
     def _placed(self, settings: Settings) -> dict[Role, Placed]:
         return self.layouts.place(settings, {role: self.devices_of(settings, role) for role in settings.roles})
@@ -193,4 +209,7 @@ class OurEngine:
 
     def _of_held(self, phase: str, settings: Settings, held: Placed) -> PassTime:
         own = holder_of(phase, settings)[1]
+        if has_copies(own):
+            own = as_run(own, len(held.runs), self.workload)
+            return copies_seconds(self.times, phase, own, held, self.workload)
         return self.times.of(phase, own, list(held.runs.values()), streamed=own.offload == "stream")

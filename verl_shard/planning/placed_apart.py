@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from verl_shard.config.roles import Role
+from verl_shard.planning.copies import as_run, has_copies
 from verl_shard.planning.layout import holder_of, limit_of
 from verl_shard.planning.models import PHASES_OF
 from verl_shard.planning.placement import Placement, PlacementSearch, RoleCost, search_placement
@@ -48,12 +49,17 @@ def _counts(engine: OurEngine) -> tuple[int, ...] | None:
 
 
 def _cost(engine: OurEngine, settings: Settings, role: Role, n: int) -> RoleCost | None:
-    """What a role takes on n GPUs that it has to itself; None for a number other than the one that was set, or one with
-    more GPUs than Blocks."""
+    """What a role takes on n GPUs that it has to itself; None for a number other than the one that was set, for one with more
+    GPUs than Blocks, and for a single copy where there are to be several."""
     own = settings.roles[role]
     if isinstance(own.devices, int) and own.devices != n:
         return None
-    if own.offload != "stream" and n > engine.layouts.n_blocks(role, own):
+    if has_copies(own):
+        if n == 1:
+            return None
+        settings = settings.changed(role, micro_batch_size=as_run(own, n, engine.workload).micro_batch_size)
+        own = settings.roles[role]
+    elif own.offload != "stream" and n > engine.layouts.n_blocks(role, own):
         return None
     held = engine.layouts.alone(role, own, n)
     if len(held.runs) < n and own.offload != "stream":

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl_shard.common.errors import ConfigError, Finding
 from verl_shard.config.resource_local import for_local
+from verl_shard.config.resource_rules import ENGINES, role_faults
 from verl_shard.config.roles import ROLES, TRAINED, Backend, ResourceConfig, Role, RoleConfig
 from verl_shard.config.validated import read
 from verl_shard.config.workload import Workload
@@ -28,11 +29,13 @@ _TAKEN_BY: dict[str, tuple[tuple[str, ...], tuple[Backend, ...]]] = {
     "devices": ((), ("fsdp", "fsdp2")),
 }
 """Fields that some roles only take, and on which backends."""
-_STRATEGIES = {
-    "device_map": {"actor": ("device_map", "none"), "rollout": ("hf",)},
-    "fsdp": {"actor": ("fsdp",), "rollout": ("vllm", "sglang")},
-    "fsdp2": {"actor": ("fsdp2",), "rollout": ("vllm", "sglang")},
+_STOCK_ENGINES = {"rollout": ENGINES, "reward": ENGINES}
+_STRATEGIES: dict[Backend, dict[str, tuple[str, ...]]] = {
+    "device_map": {"rollout": ("hf",), "reward": ("device_map", "none", "data_parallel"), "": ("device_map", "none")},
+    "fsdp": {**_STOCK_ENGINES, "": ("fsdp",)},
+    "fsdp2": {**_STOCK_ENGINES, "": ("fsdp2",)},
 }
+"""What each backend makes of a role, the default first; "" is of roles that it does not name."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,14 @@ def fill(config: ResourceConfig, workload: Workload) -> Settings:
             )
         )
     for role, own in asked.items():
-        faults += _of_another_backend(role, own, config.backend)
+        of_backend = _of_another_backend(role, own, config.backend)
+        of_role = (replace(fault, where=f"{role}.{fault.where}") for fault in role_faults(role, own))
+        faults += of_backend
+        faults += (fault for fault in of_role if fault.where not in {other.where for other in of_backend})
     faults += _rollout_apart(asked, config.backend)
     if faults:
         raise ConfigError(faults)
-    filled = {
-        role: _filled(role, asked[role], asked["actor"], workload, config.backend) for role in ROLES if role in asked
-    }
+    filled = {role: _filled(role, asked, workload, config.backend) for role in ROLES if role in asked}
     faults = [fault for role, own in filled.items() for fault in _batch_faults(role, own, workload)]
     if faults:
         raise ConfigError(faults)
@@ -132,13 +136,14 @@ def micro_batch(workload: Workload) -> int:
     return next(size for size in range(min(MOST_IN_A_MICRO_BATCH, n), 0, -1) if n % size == 0)
 
 
-def _filled(role: Role, own: RoleConfig, actor: RoleConfig, workload: Workload, backend: Backend) -> RoleConfig:
+def _filled(role: Role, asked: Mapping[Role, RoleConfig], workload: Workload, backend: Backend) -> RoleConfig:
+    own, actor, engine = asked[role], asked["actor"], asked["rollout"].strategy
     trained, rollout = role in TRAINED, role == "rollout"
     defaults: dict[str, Any] = {
         "model": actor.model,
         "task": {"critic": "value", "reward": "reward"}.get(role, "causal-lm"),
         "device_type": "cuda",
-        "strategy": ("hf" if backend == "device_map" else "vllm") if rollout else backend,
+        "strategy": _strategies(role, own, backend)[0],
         "precision": "bf16-mixed" if trained else "bf16",
         "optimizer": "adamw" if trained else None,
         "attn_implementation": "sdpa",
@@ -149,6 +154,8 @@ def _filled(role: Role, own: RoleConfig, actor: RoleConfig, workload: Workload, 
         "logits": "full" if role in ("actor", "ref") else None,
         "offload": None if trained or rollout else "none",
     }
+    if role == "reward" and backend != "device_map" and own.device_type != "cpu":
+        defaults["strategy"] = engine or "vllm"
     if rollout and backend == "device_map":  # the actor's own module
         defaults["precision"] = actor.precision or "bf16-mixed"
         defaults["attn_implementation"] = actor.attn_implementation or "sdpa"
@@ -186,13 +193,23 @@ def _of_another_backend(role: str, own: RoleConfig, backend: Backend) -> list[Fi
             _fault("fsdp2-only", f"{role}.offload_policy", True, "FSDP1 does not have it", 'Use backend="fsdp2"')
         )
     faults += _of_another_role(role, own, backend)
-    fitting = _STRATEGIES[backend]["rollout" if role == "rollout" else "actor"]
+    fitting = _strategies(role, own, backend)
     if own.strategy is not None and own.strategy not in fitting:
         why = f"backend {backend} has {' or '.join(fitting)} there"
+        if ours and role == "ref" and own.strategy == "data_parallel":
+            why = "a reference has one copy in each process, and a device_map is one process"
         faults.append(
             _fault("strategy", f"{role}.strategy", own.strategy, why, f"Use {' or '.join(fitting)}, or leave it out")
         )
     return faults
+
+
+def _strategies(role: str, own: RoleConfig, backend: Backend) -> tuple[str, ...]:
+    """Those that a backend has for a role, the default first. On the CPU a model is as it is loaded."""
+    if own.device_type == "cpu" and backend != "device_map":
+        return ("none",)
+    of_role = _STRATEGIES[backend]
+    return of_role.get(role, of_role[""])
 
 
 def _of_another_role(role: str, own: RoleConfig, backend: Backend) -> list[Finding]:
@@ -201,8 +218,13 @@ def _of_another_role(role: str, own: RoleConfig, backend: Backend) -> list[Findi
     for name, (roles, backends) in _TAKEN_BY.items():
         value = getattr(own, name)
         if backend in backends and role not in roles and value not in (None, False, "none", "auto"):
-            why = f"it is for {' and '.join(roles)}" if roles else "verl lays every role over all GPUs"
-            faults.append(_fault("no-effect", f"{role}.{name}", value, why, "Leave it out"))
+            why = f"it is for {' and '.join(roles)}" if roles else "a plan of stock verl has every role over all GPUs"
+            fix = (
+                "Leave it out"
+                if roles
+                else 'Leave it out, use backend="device_map", or write pools with pool_overrides'
+            )
+            faults.append(_fault("no-effect", f"{role}.{name}", value, why, fix))
     if backend == "device_map" and own.offload in ("cpu_offload", "cpu_offload_with_hook"):
         why, fix = "accelerate's ways of keeping weights on the host are not planned", "Use stream or none"
         faults.append(_fault("offload", f"{role}.offload", own.offload, why, fix))
@@ -215,7 +237,11 @@ def _of_another_role(role: str, own: RoleConfig, backend: Backend) -> list[Findi
 def _rollout_apart(asked: Mapping[Role, RoleConfig], backend: Backend) -> list[Finding]:
     rollout, actor = asked["rollout"], asked["actor"]
     if backend != "device_map":
-        return []
+        reward, named = asked.get("reward"), rollout.strategy or "vllm"
+        if reward is None or reward.strategy not in ENGINES or reward.strategy == named:
+            return []
+        why = f"the rollout is on {named}, and a plan of stock verl has one engine for both"
+        return [_fault("two-engines", "reward.strategy", reward.strategy, why, f"Use {named} for both")]
     faults = []
     for name in ("devices", "model", "precision", "attn_implementation", "device_type"):
         value = getattr(rollout, name)
