@@ -120,3 +120,40 @@ def test_on_ray_the_model_of_the_node_is_asked(tmp_path: Path, monkeypatch: pyte
     assert handed_reward.compute_score(**row("a"))["score"] == 1.5
     # As in this process, a policy that ends at once is scored and does not stop the run.
     assert made == [("some/judge", {"empty_response": "score", "dtype": "float32"})]
+
+
+class Marks:
+    """Something that runs code when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("fault", ["exchanged", "cut short", "no manifest", "bad manifest", "gone"])
+def test_rewards_that_are_not_those_that_were_handed_over_are_not_loaded(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    file, manifest, mark = tmp_path / "rewards.pkl", tmp_path / "rewards.manifest.json", tmp_path / "ran"
+    handed_reward.hand_over(Rewards((Part("length", length, 1.0),)), tmp_path)
+    assert handed_reward.read_handed(tmp_path).compute_score(**row("bb")) == 2.0
+    whole = file.read_bytes()
+    if fault == "cut short":
+        file.write_bytes(whole[:-1])
+    elif fault == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(pickle.dumps(Marks(mark)))
+    if fault == "no manifest":
+        manifest.unlink()
+    elif fault == "bad manifest":
+        manifest.write_text('{"files": []}')
+    with pytest.raises(RunError, match=r"rewards\.pkl is not loaded: it .*Start the run again"):
+        handed_reward.compute_score(**row("a"))
+    assert not mark.exists()
+    # Another launch writes both anew.
+    handed_reward.hand_over(Rewards((Part("length", length, 1.0),)), tmp_path)
+    assert handed_reward.compute_score(**row("a")) == 1.0

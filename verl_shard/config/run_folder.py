@@ -7,6 +7,7 @@ overrides.txt    what was set in it, a line each
 metrics.jsonl    a line for each step that counts: {"step": ..., "data": {verl's metrics}}
 memory.jsonl     peaks by role and phase
 events.jsonl     notices, failures, launches
+rewards.pkl      of a run on Ray: its rewards, for verl's workers; loaded when it is the file that rewards.manifest.json names
 progress.png     reward, KL and response length over the steps
 checkpoints/     verl's layout; a folder global_step_N with the file WHOLE in it was written to the end, and has a manifest
 launches/        verl's output and metrics for each start, killed ones included
