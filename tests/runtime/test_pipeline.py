@@ -77,6 +77,18 @@ def test_each_tensor_travels_once_and_gradients_are_those_of_one_device(checkpoi
     assert worst(model, one) < 1e-6
 
 
+@pytest.mark.parametrize("norm_on", [0, 1])
+def test_logits_to_keep_goes_to_what_it_is_cut_out_of(norm_on: int) -> None:
+    """Which is what the head is given, where that is made."""
+    model, links, keep = causal(), FakeLinks(), torch.tensor([1, 3])
+    dispatch_model(model, two_stages() | {"model.norm": norm_on}, links=links)
+    with links:
+        logits = model(input_ids=IDS, use_cache=False, logits_to_keep=keep).logits
+    assert links.of(logits) == "gpu1"
+    assert [key for key in links.copies if key[2] == (2,)] == [("host", f"gpu{norm_on}", (2,))]
+    assert torch.allclose(logits, causal()(input_ids=IDS, use_cache=False).logits[:, keep], atol=1e-6)
+
+
 def test_the_rig_sees_two_devices_in_one_operation_and_what_has_not_arrived() -> None:
     links = FakeLinks()
     a, b = links.give(torch.ones(2), "gpu0"), links.give(torch.ones(2), "gpu1")

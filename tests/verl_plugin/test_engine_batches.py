@@ -244,9 +244,9 @@ def test_a_mask_is_left_out_only_where_it_masks_nothing_that_counts(
     assert (Reading.of(causal).causal, Reading.of(both_ways).causal) == (True, False)
     batch = _batch()
     for reading, rows, keys in (
-        (Reading(True, None), slice(0, 2), {"input_ids"}),
-        (Reading(False, None), slice(0, 2), {"input_ids", "attention_mask", "position_ids"}),
-        (Reading(False, None), slice(5, 6), {"input_ids"}),
+        (Reading(True, None, True), slice(0, 2), {"input_ids"}),
+        (Reading(False, None, True), slice(0, 2), {"input_ids", "attention_mask", "position_ids"}),
+        (Reading(False, None, True), slice(5, 6), {"input_ids"}),
     ):
         part = tu.index_select_tensor_dict(batch, list(range(8))[rows])
         tu.assign_non_tensor(part, use_remove_padding=False, temperature=0.9, pad_token_id=0)
@@ -263,7 +263,7 @@ def test_a_mask_is_left_out_only_where_it_masks_nothing_that_counts(
     part["position_ids"] = torch.nested.nested_tensor(
         [torch.arange(6) + 2, torch.arange(3)], layout=torch.jagged
     )  # such as of a prompt that was cut on the left
-    assert "position_ids" in prepare(Without(causal), part, Reading(True, None), None).inputs
+    assert "position_ids" in prepare(Without(causal), part, Reading(True, None, True), None).inputs
 
 
 def test_as_many_are_in_flight_as_a_plan_leaves_room_for(folder: Path) -> None:
@@ -305,21 +305,25 @@ def test_the_plan_and_the_configuration_say_how_many(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("logits", ["full", "responses"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_a_gpu_is_waited_for_by_no_forward(packed: bool, folder: Path) -> None:
+def test_a_gpu_is_waited_for_by_no_forward(packed: bool, logits: str, folder: Path) -> None:
     from verl_shard.runtime.packed import use_packed_sdpa
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda:0")
     if packed:
         use_packed_sdpa(model)
     engine: Any = SimpleNamespace(module=model, prepare_model_inputs=Without(model).prepare_model_inputs)
-    engine.autocast = nullcontext
+    engine.logits, engine.autocast = logits, nullcontext
     batches = MicroBatches(engine)
     data = _batch(8, packed=packed)
-    batches.forward(data)  # kernels are loaded
+    for name, part in (("prompts", slice(1)), ("responses", slice(1, None))):
+        rows = [torch.tensor(row[part]) for row in ROWS]
+        data[name] = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    batches.forward(data, None)  # kernels are loaded
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            batches.forward(data)
+            batches.forward(data, None)
     finally:
         torch.cuda.set_sync_debug_mode("default")

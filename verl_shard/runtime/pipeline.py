@@ -87,6 +87,7 @@ def dispatch_model(
     spec, _ = read_model(model)
     of_blocks = spec.devices_of(placed)
     first, last = of_blocks[0], of_blocks[-1] if spec.head is None else device_of(placed, spec.head)
+    before_head = None if spec.head is None else device_of(placed, spec.order[spec.order.index(spec.head) - 1])
     if main_device is not None and parse_device(main_device, "main_device") != first:
         why = f"inputs go where the input embedding is, on {first}"
         raise config_error("main-device", "main_device", main_device, why, "Leave it out, or map the embedding there")
@@ -102,7 +103,8 @@ def dispatch_model(
     if len(devices) > 1 or force_hooks:
         order = sorted(devices, key=of_blocks.index)
         target = first if output_device == "first" else out
-        _attach_hooks(model, placed, used, _skipped(model, skip_keys), first, last, target, order)
+        ends = (first, last if before_head is None else before_head, last)
+        _attach_hooks(model, placed, used, _skipped(model, skip_keys), ends, target, order)
     model.hf_device_map = dict(placed)  # type: ignore[assignment]
     return model
 
@@ -195,14 +197,14 @@ def _attach_hooks(
     placed: Mapping[str, DeviceId],
     links: Links,
     skip: frozenset[str],
-    first: DeviceId,
-    last: DeviceId,
+    ends: tuple[DeviceId, DeviceId, DeviceId],
     output: DeviceId | None,
     order: list[DeviceId],
 ) -> None:
+    """ends: the devices of the embedding, of what runs before the head, and of the head."""
     travels = Travels(links)
     devices = tuple(links.device(name) for name in order)
-    begin, end = links.device(first), links.device(last)
+    begin, hidden, end = (links.device(device) for device in ends)
     for module, device in _called(model, placed):
         attach(module, StageHook(travels, links.device(device), skip))
     body = getattr(model, getattr(model, "base_model_prefix", "") or "_", None)
@@ -212,7 +214,7 @@ def _attach_hooks(
     # A classifier looks for the last token of each sequence in its inputs, where its scores are.
     pools = has_body and "ForSequenceClassification" in type(model).__name__
     to = None if output is None else links.device(output)
-    attach(model, RootHook(travels, end if pools else begin, end, to, skip, devices))
+    attach(model, RootHook(travels, end if pools else begin, end, to, skip, devices, hidden))
 
 
 def _called(model: nn.Module, placed: Mapping[str, DeviceId]) -> Iterator[tuple[nn.Module, DeviceId]]:

@@ -156,19 +156,28 @@ class PassHook(ModelHook):  # type: ignore[misc]
     """Around a whole model, or its body without the head: inputs go where they are first read; outputs stay.
 
     device: where inputs go; for_loss: where those go that a loss compares with outputs; output: where outputs go, None
-    for where they are made.
+    for where they are made; hidden: where what the head is given is made, which logits_to_keep is cut out of, None for
+    where inputs go.
     """
 
     offload = False
 
     def __init__(
-        self, travels: Travels, device: Any, for_loss: Any, output: Any, skip: Collection[str], devices: tuple[Any, ...]
+        self,
+        travels: Travels,
+        device: Any,
+        for_loss: Any,
+        output: Any,
+        skip: Collection[str],
+        devices: tuple[Any, ...],
+        hidden: Any = None,
     ) -> None:
         self.travels = travels
         self.execution_device = device
         self.devices = devices
         self._for_loss = for_loss
         self._output = output
+        self._hidden = device if hidden is None else hidden
         self._skip = skip
         self._forward: Callable[..., Any] | None = None
 
@@ -192,10 +201,14 @@ class PassHook(ModelHook):  # type: ignore[misc]
         with self.travels.forward_pass():
             given = {}
             for key, value in kwargs.items():
-                device = self._for_loss if "label" in key or key in _FOR_THE_LOSS else self.execution_device
-                given[key] = value if key in self._skip else move_all(value, device, self._skip)
+                given[key] = value if key in self._skip else move_all(value, self._goes_to(key), self._skip)
             output = self._forward(*move_all(args, self.execution_device), **given)
             return output if self._output is None else move_all(output, self._output, self._skip)
+
+    def _goes_to(self, key: str) -> Any:
+        if "label" in key or key in _FOR_THE_LOSS:
+            return self._for_loss
+        return self._hidden if key == "logits_to_keep" else self.execution_device
 
 
 class RootHook(PassHook):

@@ -17,6 +17,7 @@ PRECISIONS = ("bf16-mixed", "bf16", "fp32")
 ROLES = ("actor", "critic", "ref")
 OFFLOADS = get_args(Offload)
 ALLOCATORS = ("auto", "off")
+LOGITS = ("responses", "full")
 
 # What FSDPEngineConfig brings and this engine does not read; each with what to write instead.
 _UNUSED = {
@@ -54,6 +55,10 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
         accelerate's, many times slower; "auto" streams where the GPU has no room; "none".
     in_flight: over several GPUs, micro-batches between the begin of their forward and their backward at a time: as many as
         there are GPUs keep all of them at work. "auto": the plan's; else up to two for each GPU, as memory holds them.
+    logits: "responses": of the tokens that responses are read from; "full": of prompts too, as verl's engines make them,
+        which costs tokens of prompts x vocabulary in memory, and the head's part of the time for them. It changes nothing
+        that training reads: outputs for the tokens of prompts are 0 where they would be log-probabilities. Other losses
+        than verl's PPO have all of them.
     allocator: "auto": on GPUs, batches are worked on in smaller pieces while the memory that they need is not free; "off":
         only after it ran out.
     """
@@ -67,6 +72,7 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
     max_memory: dict[Any, Any] | None = None
     offload: str = "none"
     in_flight: Any = "auto"
+    logits: str = "responses"
     allocator: Any = "auto"
     use_torch_compile: bool = False
 
@@ -105,6 +111,9 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
             fault(
                 "in-flight", "in_flight", self.in_flight, "not a number of micro-batches", 'Give 1 or more, or "auto"'
             )
+        if self.logits not in LOGITS:
+            fault("unknown-logits", "logits", self.logits, "no such choice",
+                  f"Use one of {', '.join(LOGITS)}; fused is actor_rollout_ref.model.use_fused_kernels=true")  # fmt: skip
         if self.allocator not in (*ALLOCATORS, False):  # which is how YAML reads off
             fix = f"Use one of {', '.join(ALLOCATORS)}"
             fault("unknown-allocator", "allocator", self.allocator, "no such choice", fix)
@@ -159,6 +168,11 @@ def not_as_planned(settings: Mapping[str, Any], role: str, engine: Any, model: A
             found.append(
                 Finding("error", "not-as-planned", f"{role}.{name}", str(there), why, f"Set {fix}, or plan again")
             )
+    planned, there = settings.get("logits"), getattr(engine, "logits", "responses")
+    if planned == "responses" and there == "full":
+        why = "the plan has logits of responses only, and the run is configured otherwise"
+        fix = f"Leave out {role}.device_map.logits: it is the plan's"
+        found.append(Finding("error", "not-as-planned", f"{role}.logits", there, why, fix))
     planned, there = settings.get("offload"), engine.offload
     if planned is not None and there not in ("none", planned):
         why = f"the plan has {planned}, and the run is configured otherwise"

@@ -85,6 +85,7 @@ class DeviceMapEngine(FSDPEngine):
 
     step = 0
     """The global step being worked on, told by the rollout's weight update; for the memory record."""
+    logits = "responses"
     averager: GradientAverager | None = None
     pieces: Mapping[str, InPieces] = {}
     """By pass, "forward" and "train": what is done in smaller pieces after memory ran out."""
@@ -134,6 +135,8 @@ class DeviceMapEngine(FSDPEngine):
             planned.get("precision", engine.precision), forward_only=engine.forward_only, device=get_device_name()
         )
         self.precision = precision
+        # What was asked for in the configuration is in the plan too, or refused above.
+        self.logits = settings.get("logits") or engine.logits
         weights_dtype, self._autocast_dtype = _DTYPES[precision]
         value_model = model.model_type == "value_model"
         # verl has one model entry for actor and reference; a plan may name another reference.
@@ -237,7 +240,7 @@ class DeviceMapEngine(FSDPEngine):
         """One micro-batch alone, as verl's engines have it; forward_backward_batch keeps several in flight."""
         del forward_only
         batches = self._batches()
-        loss, made = batches.finish(batches.forward(on_host(micro_batch)), loss_function)
+        loss, made = batches.finish(batches.forward(on_host(micro_batch), loss_function), loss_function)
         made["loss"] = float(made["loss"])
         return torch.ones(()) if loss is None else loss, made
 

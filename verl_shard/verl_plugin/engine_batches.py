@@ -24,7 +24,7 @@ from verl_shard.runtime.pipeline import pipeline_of
 from verl_shard.runtime.pipeline_hooks import RootHook
 from verl_shard.runtime.pipeline_order import issue, outside_autocast
 from verl_shard.runtime.pipeline_window import Window
-from verl_shard.verl_plugin import hooks
+from verl_shard.verl_plugin import engine_logits, hooks
 from verl_shard.verl_plugin.engine_inputs import (
     Prepared,
     Reading,
@@ -32,6 +32,7 @@ from verl_shard.verl_plugin.engine_inputs import (
     prepare,
     response_lengths,
     sent,
+    sent_kept,
     sent_values,
     without_padding,
 )
@@ -80,7 +81,7 @@ class MicroBatches:
 
         def forward(number: int) -> tuple[Prepared, Any]:
             begun(number)
-            return self.forward(batches[number])
+            return self.forward(batches[number], loss_function)
 
         def finish(number: int, passed: tuple[Prepared, Any]) -> torch.Tensor | None:
             del number
@@ -111,11 +112,12 @@ class MicroBatches:
             output["loss"] = float(output["loss"])
         return postprocess_batch_func(output_lst=made, indices=indices, data=data)
 
-    def forward(self, micro_batch: TensorDict) -> tuple[Prepared, Any]:
+    def forward(self, micro_batch: TensorDict, loss_function: LossFunction | None) -> tuple[Prepared, Any]:
         """A micro-batch, which is on the host, and the model's output."""
         engine = self._engine
         device = input_device(engine.module) if self.pipe is None else None
-        prepared = prepare(engine, micro_batch, self._reading, device)
+        responses = engine.logits == "responses" and engine_logits.only_responses(micro_batch, loss_function)
+        prepared = prepare(engine, micro_batch, self._reading, device, responses=responses)
         with engine.autocast():
             return prepared, engine.module(**prepared.inputs, use_cache=False)
 
@@ -130,15 +132,20 @@ class MicroBatches:
         engine, (prepared, output) = self._engine, passed
         where = hooks.output_device(output)
         data, output_args = sent(prepared.data, where), sent_values(prepared.output_args, where)
-        packed = data
-        if not tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True):
+        packed = tu.assign_non_tensor(data.copy(), use_remove_padding=True)
+        kept = None if prepared.kept is None else sent_kept(prepared.kept, where)
+        if kept is not None:
+            output = engine_logits.read(output, kept)
+            output_args, packed = engine_logits.as_if_all(kept, output_args, packed)
+        elif not tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True):
             rows = None if prepared.rows is None else sent_values({"rows": prepared.rows}, where)["rows"]
             output = without_padding(output, rows)
-            packed = tu.assign_non_tensor(data.copy(), use_remove_padding=True)
         with engine.autocast():
             model_output = engine.prepare_model_outputs(
                 output=output, output_args=output_args, micro_batch=packed, logits_processor_func=loss_function
             )
+            if kept is not None:
+                model_output = engine_logits.spread(kept, model_output, data["input_ids"].offsets())
             loss, metrics = None, {}
             if loss_function is not None:
                 if lengths := response_lengths(prepared.data):

@@ -19,6 +19,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_shard.models.packed import why_not_packed
 from verl_shard.runtime.packed import packed_inputs
+from verl_shard.verl_plugin import engine_logits
 from verl_shard.verl_plugin.hooks import Lengths
 
 _PLAIN = ("input_ids", "attention_mask", "position_ids")
@@ -31,12 +32,14 @@ class Prepared:
     """One micro-batch. inputs: the model's, on its first device. data: of the loss, on the host, with output_args, verl's.
 
     rows: of padded inputs, where real tokens are among all (tokens,), on the host; None when all are.
+    kept: which logits there will be, on the host; None of all tokens.
     """
 
     inputs: Mapping[str, Any]
     data: TensorDict
     output_args: Mapping[str, Any]
     rows: torch.Tensor | None
+    kept: engine_logits.Kept | None = None
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,12 @@ class Reading:
     """What a model needs to be told. causal: no token sees those after it, so that padding on the right is seen by none.
 
     told: attention that is told where the sequences of a packed row end, by its name; None when it finds out by itself.
+    keeps: it makes the logits that it is asked for, and no others.
     """
 
     causal: bool
     told: str | None
+    keeps: bool
 
     @classmethod
     def of(cls, module: nn.Module) -> Reading:
@@ -57,17 +62,21 @@ class Reading:
         causal = bool(looks) and all(looks) and getattr(config, "is_causal", True) and not config.is_encoder_decoder
         routed = getattr(config.get_text_config(), "output_router_logits", False)  # a loss that reads the mask
         told = None if why_not_packed(plain) else config._attn_implementation
-        return cls(causal and not routed, told)
+        return cls(causal and not routed, told, engine_logits.can_keep(module))
 
 
-def prepare(engine: Any, micro_batch: TensorDict, reading: Reading, device: torch.device | None) -> Prepared:
+def prepare(
+    engine: Any, micro_batch: TensorDict, reading: Reading, device: torch.device | None, *, responses: bool = False
+) -> Prepared:
     """The inputs of a micro-batch on the host, as verl's engine makes them, and sent to `device`; None leaves them, pinned,
-    to the hooks of a pipeline."""
+    to the hooks of a pipeline. responses: nothing else is read of the outputs."""
     inputs, output_args = engine.prepare_model_inputs(micro_batch=micro_batch)
     ids = micro_batch["input_ids"]
     lengths: list[int] = ids.offsets().diff().tolist()
-    rows = None
-    if tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
+    rows, pairs = None, response_lengths(micro_batch) if responses and reading.keeps else None
+    packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
+    kept = None if pairs is None else engine_logits.kept(pairs.pairs, packed=packed)
+    if packed:
         if padding := output_args["pad_size"]:
             lengths.append(padding)
         if reading.told is not None and inputs.keys() <= {*_PLAIN, *_OPTIONS, "shift_labels"}:
@@ -82,7 +91,10 @@ def prepare(engine: Any, micro_batch: TensorDict, reading: Reading, device: torc
         # Outputs are handed on without padding: the way of verl's that waits for nothing.
         temperature = output_args.pop("temperature")
         output_args |= {"pad_size": 0, "temperature_rmpad": temperature.repeat_interleave(torch.tensor(lengths))}
-    return Prepared({name: _sent(value, device) for name, value in inputs.items()}, micro_batch, output_args, rows)
+    if kept is not None:
+        inputs = {**inputs, "logits_to_keep": kept.columns}
+    sent_inputs = {name: _sent(value, device) for name, value in inputs.items()}
+    return Prepared(sent_inputs, micro_batch, output_args, rows, kept)
 
 
 def _without_mask(
@@ -134,6 +146,11 @@ def sent(data: TensorDict, device: torch.device) -> TensorDict:
 def sent_values(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A mapping with its tensors on a device."""
     return {name: _sent(value, device) for name, value in values.items()}
+
+
+def sent_kept(kept: engine_logits.Kept, device: torch.device) -> engine_logits.Kept:
+    """With its tensors on a device."""
+    return kept.moved(lambda tensor: _sent(tensor, device))
 
 
 def _sent(value: Any, device: torch.device | None) -> Any:
