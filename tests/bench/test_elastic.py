@@ -13,7 +13,7 @@ import typer
 from shapes import small_qwen2
 from typer.testing import CliRunner
 
-from verl_shard.bench import elastic, elastic_roles
+from verl_shard.bench import elastic, elastic_roles, frame
 from verl_shard.bench.elastic import (
     BY_HAND,
     OURS,
@@ -26,7 +26,7 @@ from verl_shard.bench.elastic import (
     row_of,
 )
 from verl_shard.bench.elastic_roles import ROLES, Load, Place, Roles
-from verl_shard.bench.ladder_machine import Machine
+from verl_shard.bench.machine import Machine
 from verl_shard.cli import bench_tables
 from verl_shard.common.tables import as_text
 from verl_shard.config.cards import find_card
@@ -165,7 +165,7 @@ def test_the_first_step_is_not_told_of_and_memory_runs_out_in_a_phase(monkeypatc
 def test_on_the_cpu_there_is_one_placement_and_the_rest_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elastic, "look", lambda model: Machine(0, 0, {"gpus": []}))
+    monkeypatch.setattr(frame, "look", lambda model: Machine(0, 0, {"gpus": []}))
     app = typer.Typer()
     bench_tables.add_to(app)
     result, picture = tmp_path / "made.json", tmp_path / "made.png"

@@ -15,11 +15,11 @@ from bench.host_meter import HostMeter
 from shapes import small_qwen2
 from typer.testing import CliRunner
 
-from verl_shard.bench import ladder, ladder_update
+from verl_shard.bench import frame, ladder, ladder_update
 from verl_shard.bench.ladder import RungRow, expected_outcome, ladder_table, made_model, measure, micro_batches
-from verl_shard.bench.ladder_machine import Machine, in_a_process, named_config, read_limit
 from verl_shard.bench.ladder_rungs import Batch, Rung, left_out, rungs
 from verl_shard.bench.ladder_update import FusedHead, own_policy_loss, update
+from verl_shard.bench.machine import Machine, in_a_process, named_config, read_limit
 from verl_shard.cli import bench_tables
 from verl_shard.common.errors import ConfigError
 from verl_shard.common.tables import as_text
@@ -253,9 +253,9 @@ def test_the_table_has_the_error_and_no_number_where_memory_ran_out() -> None:
 
 
 def test_the_command_writes_a_result_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = list(rungs(ladder.ON_CPU, gpus=0, flash=False, packs=True, fuses=True))[:1]
+    first = list(rungs(ladder.BATCHES.on_cpu, gpus=0, flash=False, packs=True, fuses=True))[:1]
     monkeypatch.setattr(ladder, "rungs", lambda *_, **__: iter(first))
-    monkeypatch.setattr(ladder, "look", lambda model: Machine(0, 0, {"gpus": []}, "it is not installed"))
+    monkeypatch.setattr(frame, "look", lambda model: Machine(0, 0, {"gpus": []}, "it is not installed"))
     app = typer.Typer()
     bench_tables.add_to(app)
     result, picture = tmp_path / "ladder.json", tmp_path / "ladder.png"

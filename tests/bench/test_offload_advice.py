@@ -14,14 +14,13 @@ from bench.host_meter import HostMeter
 from shapes import small_qwen2
 from typer.testing import CliRunner
 
-from verl_shard.bench import elastic_roles, offload_advice
+from verl_shard.bench import elastic_roles, frame, offload_advice
 from verl_shard.bench.elastic_roles import ROLES, Load, Place, Roles
-from verl_shard.bench.ladder_machine import Machine
+from verl_shard.bench.machine import Machine, card_for
 from verl_shard.bench.offload_advice import (
     PhaseRow,
     WayRow,
     all_plans,
-    card_for,
     judge,
     left_out,
     planned,
@@ -233,7 +232,7 @@ def test_tables_and_picture_have_what_was_measured_beside_what_was_planned(tmp_p
 def test_on_the_cpu_times_are_measured_and_what_is_left_out_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload_advice, "look", lambda model: Machine(0, 0, {"gpus": []}))
+    monkeypatch.setattr(frame, "look", lambda model: Machine(0, 0, {"gpus": []}))
     app = typer.Typer()
     app.callback()(lambda: None)
     bench_tables.add_to(app)

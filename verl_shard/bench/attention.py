@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 import statistics
 import time
@@ -14,9 +13,8 @@ from typing import Any
 
 from verl_shard.bench.maps import zoo
 from verl_shard.bench.rates import need_gpu
-from verl_shard.bench.start import machine
+from verl_shard.bench.record import machine, tell
 from verl_shard.common.errors import config_error
-from verl_shard.common.files import write_whole
 from verl_shard.common.seeds import derive_seed
 from verl_shard.common.tables import out, table
 
@@ -102,13 +100,11 @@ def bench_attention(
             out.print(f"{name}: flash_attention_2 is left out: {why}.")
         ways = [way for way in WAYS if why is None or way.implementation != "flash_attention_2"]
         rows += measure(name, config, lengths(seed), ways, "cuda", runs=runs)
-    out.print(_table(rows, layers))
-    if result is not None:
-        record = {
-            "schema": SCHEMA, "machine": machine() | {"flash-attn": _flash_version()}, "layers": layers,
-            "lengths": lengths(seed), "tolerance": TOLERANCE, "rows": [asdict(row) for row in rows],
-        }  # fmt: skip
-        write_whole(result, json.dumps(record, indent=1) + "\n")
+    content = {
+        "layers": layers, "lengths": lengths(seed), "tolerance": TOLERANCE, "rows": [asdict(row) for row in rows],
+    }  # fmt: skip
+    facts = machine() | {"flash-attn": _flash_version()}
+    tell(SCHEMA, content, [_table(rows, layers)], result=result, facts=facts)
     return rows
 
 

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_shard.bench.elastic_roles import ROLES, Load, Place, Roles, plan_roles
+from verl_shard.bench.elastic_roles import CPU_LOAD, QUICK_LOAD, ROLES, Load, Place, Roles, plan_roles
+from verl_shard.bench.frame import Asked, Setting, Sizes, each_alone, finish, left_out_words, opened
 from verl_shard.bench.gpus_meter import GpusMeter
-from verl_shard.bench.ladder_machine import (
-    TINY,
-    Machine,
-    cap_memory,
-    in_a_process,
-    look,
-    named_config,
-    read_limit,
-    write_record,
-)
-from verl_shard.bench.offload_advice import card_for
+from verl_shard.bench.machine import TINY, Machine, cap_memory, card_for, in_a_process
 from verl_shard.common.errors import RunError
 from verl_shard.common.pictures import ACCENT, SOFT, STRONG, new_figure, save_png
-from verl_shard.common.tables import err, out, table
+from verl_shard.common.tables import table
 from verl_shard.common.units import GIB, format_bytes
 from verl_shard.config.cards import Card
 from verl_shard.config.inventory import Inventory
 
 SCHEMA = "verl_shard/bench-elastic/1"
-MODEL, LARGER_MODEL = "qwen2-0.5b", "llama-1b"
-"""On one GPU, and on several."""
-LOAD = Load(sequences=16, micro_batch=4, prompt=384, response=128)
-QUICK = Load(sequences=8, micro_batch=4, prompt=224, response=32)
-ON_CPU = Load(sequences=4, micro_batch=2, prompt=16, response=16)
+MODELS = Sizes(full="qwen2-0.5b", quick="qwen2-0.5b", on_cpu=TINY, several="llama-1b")
+LOADS = Sizes(
+    full=Load(sequences=16, micro_batch=4, prompt=384, response=128), quick=QUICK_LOAD, on_cpu=CPU_LOAD,
+)  # fmt: skip
 STEPS = 3
 """Of each placement: the first makes the optimizers' states, and the median of the others is told."""
 TOGETHER, BY_HAND, OURS = "all on the same GPUs", "separated by hand", "our placement"
@@ -78,52 +68,33 @@ class PlacementRow:
     predicted_peak: int | None
 
 
-def bench_elastic(
-    *,
-    result: Path | None = None,
-    picture: Path | None = None,
-    model: str | None = None,
-    quick: bool = False,
-    gpu_memory: str | None = None,
-    command: Sequence[str] = (),
-) -> list[PlacementRow]:
+def bench_elastic(asked: Asked) -> list[PlacementRow]:
     """Measures the placements that there are on this machine, each in a process of its own, and says what was left out.
 
     On one GPU, by hand is what people can do there: the reward model on the CPU. On the CPU there is one placement.
-    model: by default qwen2-0.5b on one GPU, llama-1b on several. quick and gpu_memory: as of bench ladder.
+    The model is qwen2-0.5b by default on one GPU, llama-1b on several, and the tiny one without any.
     Raises ConfigError for an unknown model and a limit that cannot be; RunError when nothing runs.
     """
-    found = look(named_config(model or MODEL))
-    name = model or (TINY if not found.gpus else LARGER_MODEL if found.gpus > 1 and not quick else MODEL)
-    config, load = named_config(name), ON_CPU if not found.gpus else QUICK if quick else LOAD
-    limit = read_limit(gpu_memory, found)
-    wanted = layouts_of(config, load, found, limit or found.memory)
-    missing = left_out(found, wanted)
-    rows = []
-    for placement, layout in wanted.items():
-        if placement == OURS and _same(layout, wanted[TOGETHER]):
-            continue
-        ran = in_a_process(partial(_measured, config, load, found, limit, layout, 2 if quick else STEPS))
-        if ran.made is None:
-            err.print(f"{placement}: {ran.why}", style="red")
-            missing[placement] = ran.why
-            continue
-        rows.append(row_of(placement, layout, load, *ran.made))
-        err.print(f"{placement} ({layout.words}): {_outcome(rows[-1])}")
-    if not rows:
-        raise RunError("; ".join(f"{what}: {why}" for what, why in missing.items()))
+    setting = opened(asked, MODELS, LOADS)
+    wanted = layouts_of(setting)
+    missing = left_out(setting.found, wanted)
+    runs = {
+        placement: partial(_row, setting, placement, layout, 2 if asked.quick else STEPS)
+        for placement, layout in wanted.items()
+        if placement != OURS or not _same(layout, wanted[TOGETHER])
+    }
+    rows = list(each_alone(runs, _said, missing).values())
     record = {
-        "model": name, "load": asdict(load), "gpus": found.gpus, "room": limit or found.memory, "left_out": missing,
-        "rows": [asdict(row) for row in rows],
+        "model": setting.name, "load": asdict(setting.load), "gpus": setting.found.gpus, "room": setting.room,
+        "left_out": missing, "rows": [asdict(row) for row in rows],
     }  # fmt: skip
-    out.print(elastic_table(record))
-    for what, why in missing.items():
-        out.print(f"Left out: {what}: {why}.", markup=False)
-    if result is not None:
-        write_record(result, SCHEMA, command, found.facts, **record)
-    if picture is not None:
-        draw(record, picture)
+    finish(asked, setting, SCHEMA, record, [elastic_table(record), *left_out_words(record)], draw)
     return rows
+
+
+def _said(placement: str, row: PlacementRow) -> str:
+    how = row.outcome if row.step_s is None else f"{row.step_s:.2f} s a step, {row.tokens_per_s:.0f} tokens/s"
+    return f"{placement} ({row.where}): {how}"
 
 
 def left_out(found: Machine, wanted: Mapping[str, Layout]) -> dict[str, str]:
@@ -142,11 +113,12 @@ def _same(one: Layout, other: Layout) -> bool:
     return dict(one.places) == dict(other.places)
 
 
-def layouts_of(config: Any, load: Load, found: Machine, room: int) -> dict[str, Layout]:
+def layouts_of(setting: Setting[Load]) -> dict[str, Layout]:
     """The placements that there are here. Raises RunError when they cannot be planned."""
-    if not found.gpus:
+    if not setting.found.gpus:
         return {TOGETHER: Layout({role: Place({"": "cpu"}) for role in ROLES})}
-    ran = in_a_process(partial(planned_layouts, config, load, card_for(found, room), found.gpus))
+    card = card_for(setting.found, setting.room)
+    ran = in_a_process(partial(planned_layouts, setting.config, setting.load, card, setting.found.gpus))
     if ran.made is None:
         raise RunError(f"the placements cannot be planned: {ran.why}")
     return ran.made
@@ -203,9 +175,11 @@ Measured = tuple[float | None, tuple[int, ...], str]
 """Seconds of a step, peaks by GPU, outcome."""
 
 
-def _measured(config: Any, load: Load, found: Machine, limit: int | None, placed: Layout, steps: int) -> Measured:
-    cap_memory(limit, found.gpus)
-    return measure(Roles(config, load, placed.places, mixed=bool(found.gpus)), GpusMeter(found.gpus), steps)
+def _row(setting: Setting[Load], placement: str, placed: Layout, steps: int) -> PlacementRow:
+    gpus = setting.found.gpus
+    cap_memory(setting.limit, gpus)
+    roles = Roles(setting.config, setting.load, placed.places, mixed=bool(gpus))
+    return row_of(placement, placed, setting.load, *measure(roles, GpusMeter(gpus), steps))
 
 
 def measure(roles: Roles, meter: Any, steps: int) -> Measured:
@@ -247,10 +221,6 @@ def row_of(
     tokens = load.sequences * (load.prompt + load.response)
     speed = None if step_s is None else tokens / step_s
     return PlacementRow(placement, placed.words, step_s, speed, peaks, outcome, placed.step_s, placed.peak)
-
-
-def _outcome(row: PlacementRow) -> str:
-    return row.outcome if row.step_s is None else f"{row.step_s:.2f} s a step, {row.tokens_per_s:.0f} tokens/s"
 
 
 def elastic_table(record: Mapping[str, Any]) -> Any:

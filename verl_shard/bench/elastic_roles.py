@@ -54,6 +54,11 @@ class Load:
         return {"train_batch_size": self.sequences, "prompt_length": self.prompt, "response_length": self.response}
 
 
+QUICK_LOAD = Load(sequences=8, micro_batch=4, prompt=224, response=32)
+CPU_LOAD = Load(sequences=4, micro_batch=2, prompt=16, response=16)
+"""Of the benches of whole steps: with --quick, and where there is no GPU."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a role is. device_map: names to GPUs, or {"": "cpu"}. offload: of a role that scores, "stream" or "none"."""

@@ -11,28 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl_shard.bench.frame import Asked, Sizes, each_alone, finish, left_out_words, opened
 from verl_shard.bench.gpus_meter import GpusMeter
-from verl_shard.bench.ladder_machine import (
-    TINY,
-    Machine,
-    cap_memory,
-    in_a_process,
-    look,
-    named_config,
-    read_limit,
-    write_record,
-)
 from verl_shard.bench.ladder_rungs import Batch, Rung, left_out, rungs
-from verl_shard.common.errors import RunError
+from verl_shard.bench.machine import TINY, Machine, cap_memory
 from verl_shard.common.pictures import ACCENT, SOFT, STRONG, new_figure, save_png
-from verl_shard.common.tables import err, out, table
+from verl_shard.common.tables import table
 from verl_shard.common.units import GIB, format_bytes
 
 SCHEMA = "verl_shard/bench-ladder/1"
-MODEL, QUICK_MODEL = "qwen2-0.5b", "qwen2-0.5b"
-BATCH = Batch(sequences=16, micro_batch=8, longest=2048)
-QUICK = Batch(sequences=8, micro_batch=4, longest=1024)
-ON_CPU = Batch(sequences=4, micro_batch=2, longest=64)
+MODELS = Sizes(full="qwen2-0.5b", quick="qwen2-0.5b", on_cpu=TINY)
+BATCHES = Sizes(
+    full=Batch(sequences=16, micro_batch=8, longest=2048), quick=Batch(sequences=8, micro_batch=4, longest=1024),
+    on_cpu=Batch(sequences=4, micro_batch=2, longest=64),
+)  # fmt: skip
 UPDATES = 4
 """Of each rung: the first makes the optimizer's states, and the median of the others is told."""
 STABLE = "stable"
@@ -63,57 +55,33 @@ class RungRow:
         return self.estimate / max(self.peaks) - 1 if self.peaks else None
 
 
-def bench_ladder(
-    *,
-    result: Path | None = None,
-    picture: Path | None = None,
-    model: str | None = None,
-    quick: bool = False,
-    gpu_memory: str | None = None,
-    command: Sequence[str] = (),
-) -> list[RungRow]:
+def bench_ladder(asked: Asked) -> list[RungRow]:
     """Climbs the ladder with random weights of a model's shape; prints a table, writes JSON and a picture.
 
-    model: a name of the zoo's, "llama-1b" or "tiny"; by default qwen2-0.5b, and the tiny one where there is no GPU. quick: a
-    smaller batch and fewer updates. gpu_memory: such as "80GiB": torch gets no more of each GPU, as if it were a smaller one.
-    Each rung runs in a process of its own, so that one that runs out of memory leaves nothing to the next.
+    The model is qwen2-0.5b by default, and the tiny one where there is no GPU.
     Raises ConfigError for an unknown model and a limit that cannot be; RunError when no rung runs.
     """
-    found = look(named_config(model or MODEL))
-    name = model or (TINY if not found.gpus else QUICK_MODEL if quick else MODEL)
-    config = named_config(name)
-    limit = read_limit(gpu_memory, found)
-    batch = ON_CPU if not found.gpus else QUICK if quick else BATCH
+    setting = opened(asked, MODELS, BATCHES)
+    found, config, batch, updates = setting.found, setting.config, setting.load, 2 if asked.quick else UPDATES
     packs, fuses = _can(config)
     loss = _loss_words()  # imports verl, once for all processes
-    wanted = list(rungs(batch, gpus=found.gpus, flash=found.no_flash is None, packs=packs, fuses=fuses))
     missing = left_out(batch, gpus=found.gpus, packs=packs, fuses=fuses)
-    rows = []
-    for rung in wanted:
-        ran = in_a_process(partial(climb, config, rung, batch, found, limit, updates=2 if quick else UPDATES))
-        if ran.made is None:
-            err.print(f"{rung.adds}: {ran.why}", style="red")
-            missing[rung.adds] = ran.why
-            continue
-        rows.append(ran.made)
-        err.print(
-            f"{rung.adds}: {ran.made.outcome}, {_size(ran.made.peaks)}, estimated {format_bytes(ran.made.estimate)}"
-        )
-    if not rows:
-        raise RunError("; ".join(f"{rung}: {why}" for rung, why in missing.items()))
+    runs = {
+        rung.adds: partial(climb, config, rung, batch, found, setting.limit, updates=updates)
+        for rung in rungs(batch, gpus=found.gpus, flash=found.no_flash is None, packs=packs, fuses=fuses)
+    }
+    rows = list(each_alone(runs, _said, missing).values())
     record = {
-        "model": name, "batch": asdict(batch), "limit": limit or found.memory, "loss": loss,
+        "model": setting.name, "batch": asdict(batch), "limit": setting.room, "loss": loss,
         "attention": _attention_words(found), "left_out": missing,
         "rows": [{**asdict(row), "error": row.error} for row in rows],
     }  # fmt: skip
-    out.print(ladder_table(name, batch, rows))
-    for words in notes(record):
-        out.print(words, markup=False)
-    if result is not None:
-        write_record(result, SCHEMA, command, found.facts, **record)
-    if picture is not None:
-        draw({"machine": found.facts, **record}, picture)
+    finish(asked, setting, SCHEMA, record, [ladder_table(setting.name, batch, rows), *notes(record)], draw)
     return rows
+
+
+def _said(rung: str, row: RungRow) -> str:
+    return f"{rung}: {row.outcome}, {_size(row.peaks)}, estimated {format_bytes(row.estimate)}"
 
 
 def _can(config: Any) -> tuple[bool, bool]:
@@ -309,7 +277,7 @@ def notes(record: Mapping[str, Any]) -> list[str]:
         said.append(f"torch may take {format_bytes(record['limit'])} of each GPU.")
     else:
         said.append("Memory is measured on GPUs, of which there is none here: times alone are measured.")
-    return said + [f"Left out: {what}: {why}." for what, why in record["left_out"].items()]
+    return said + left_out_words(record)
 
 
 def _loss_words() -> str:

@@ -1,4 +1,5 @@
-"""How even device maps are, and how long they take: ours, accelerate's, and transformers' "auto" of two versions."""
+"""How even device maps are, and how long they take: ours, accelerate's, and transformers' "auto" of two versions; and what a
+map that is even in the peak of training is worth."""
 
 from __future__ import annotations
 
@@ -8,22 +9,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_shard.bench.record import tell
 from verl_shard.bench.rivals import accelerate_map, answer, build, build_from, quiet
-from verl_shard.bench.start import machine
 from verl_shard.common.errors import DoesNotFitError, RunError
-from verl_shard.common.files import write_whole
-from verl_shard.common.tables import err, out, table
+from verl_shard.common.tables import err, table
+from verl_shard.common.units import GIB
 
 SCHEMA = "verl_shard/bench-maps/1"
 GPUS = (2, 3, 4, 5, 6, 8)
 TIGHT = 1.1
 """The tight limit of a GPU, over an even share of the model."""
 _MANY = 40_000
+_LONG = {"batch_size": 4, "seq_len": 2048, "precision": "bf16"}
+TRAINING: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("Qwen2-7B shape, 4 x 2048 tokens", "qwen2-7b", _LONG),
+    ("the same with gradient checkpointing", "qwen2-7b", {**_LONG, "gradient_checkpointing": True}),
+    ("Qwen2-0.5B shape, 8 x 1024 tokens, bf16-mixed", "qwen2-0.5b", {
+        "batch_size": 8, "seq_len": 1024, "precision": "bf16-mixed",
+    }),
+)  # fmt: skip
+"""In words, the model, and fields of the pass: of a step with AdamW over two GPUs."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,18 @@ class Quality:
     empty: int
     spilled: int
     feasible: int
+
+
+@dataclass(frozen=True)
+class Even:
+    """A training step over GPUs. weights, peak: of a map that is even in the weights, and of one that is even in the peak: the
+    estimated bytes at the peak of each GPU, which tests/mapping/test_training.py holds against what was measured."""
+
+    words: str
+    model: str
+    fields: Mapping[str, Any]
+    weights: tuple[int, ...]
+    peak: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -81,18 +103,34 @@ def bench_maps(*, quick: bool, other_transformers: str | None, result: Path | No
     err.print("Making maps")
     quality = _qualities(models, other_transformers)
     more = _more_times()
-    out.print(_quality_table(quality))
-    out.print(_speed_table(speeds))
-    out.print(table("and", ("", "seconds"), [(name, f"{seconds:.2f}") for name, seconds in more.items()]))
-    if result is not None:
-        record = {
-            "schema": SCHEMA,
-            "machine": machine(),
-            "quality": {name: asdict(value) for name, value in quality.items()},
-            "seconds": {name: asdict(value) for name, value in speeds.items()},
-            "more_seconds": more,
-        }
-        write_whole(result, json.dumps(record, indent=2) + "\n")
+    err.print("Making maps for training")
+    even = [training_maps(*row) for row in (TRAINING[-1:] if quick else TRAINING)]
+    content = {
+        "models": len(models), "cells": len(models) * len(GPUS),
+        "quality": {name: asdict(value) for name, value in quality.items()},
+        "seconds": {name: asdict(value) for name, value in speeds.items()},
+        "more_seconds": more, "training": [asdict(row) for row in even],
+    }  # fmt: skip
+    times = table("and", ("", "seconds"), [(name, f"{seconds:.2f}") for name, seconds in more.items()])
+    tell(SCHEMA, content, [quality_table(quality), speed_table(speeds), times, even_table(even)], result=result)
+
+
+def training_maps(words: str, model: str, fields: Mapping[str, Any], gpus: int = 2) -> Even:
+    """Both maps of a training step, and what each GPU would take with them. fields: of the pass."""
+    from transformers import AutoConfig
+
+    from verl_shard.mapping.build import build_device_map
+    from verl_shard.memory.estimate import estimate_memory
+
+    entry = next(entry for entry in zoo() if entry["name"] == model)
+    config, task = AutoConfig.for_model(entry["model_type"], **entry["kwargs"]), _task(entry)
+
+    def peaks(**asked: Any) -> tuple[int, ...]:
+        made = build_device_map(config, gpus, task=task, **asked)
+        estimate = estimate_memory(config, phase="train", task=task, device_map=made, **fields)
+        return tuple(estimate.gpus[gpu].peak for gpu in range(gpus))
+
+    return Even(words, model, fields, peaks(), peaks(purpose="training", **fields))
 
 
 def _speed(entry: dict[str, Any], turns: int) -> Speed:
@@ -259,7 +297,8 @@ def _many_experts() -> Any:
         return Model()
 
 
-def _quality_table(quality: dict[str, Quality]) -> Any:
+def quality_table(quality: Mapping[str, Quality]) -> Any:
+    """A row for each way to make maps."""
     rows = [
         (name, f"{q.median:.3f}", f"{q.p90:.3f}", f"{q.worst:.3f}", q.empty, f"{q.spilled} of {q.feasible}")
         for name, q in quality.items()
@@ -268,7 +307,18 @@ def _quality_table(quality: dict[str, Quality]) -> Any:
     return table("Fullest GPU over the optimum (bf16 weights)", columns, rows)
 
 
-def _speed_table(speeds: dict[str, Speed]) -> Any:
+def even_table(rows: Sequence[Even]) -> Any:
+    """A row for each training step."""
+
+    def sizes(of: Sequence[int]) -> str:
+        return ", ".join(f"{size / GIB:.1f}" for size in of)
+
+    shown = [(row.words, sizes(row.weights), sizes(row.peak)) for row in rows]
+    return table("A training step on two GPUs: GiB at the peak of each", ("", "even in weights", "in the peak"), shown)
+
+
+def speed_table(speeds: Mapping[str, Speed]) -> Any:
+    """A row for each model, in milliseconds."""
     rows = [
         (name, f"{s.ours * 1000:.0f}", f"{s.accelerate * 1000:.0f}", f"{s.ours / s.accelerate:.2f}")
         for name, s in speeds.items()

@@ -6,17 +6,16 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_shard.bench.estimators import Asked, Estimator, to_ask
 from verl_shard.bench.memory_rows import KINDS, Row, draw
-from verl_shard.bench.start import machine
+from verl_shard.bench.record import machine, tell
 from verl_shard.common.errors import RunError, config_error
-from verl_shard.common.files import write_whole
-from verl_shard.common.tables import err, out, table
+from verl_shard.common.tables import err, table
 from verl_shard.common.units import format_bytes
 
 SCHEMA = "verl_shard/bench-memory/2"
@@ -74,7 +73,7 @@ def bench_memory(
     if skipped:
         limit = f"{_ROOM:.0%} of {format_bytes(total)}"
         err.print(f"{len(measured)} of {n} rows; {skipped} were left out, estimated at more than {limit}")
-    _tell(measured, {"machine": machine(), "seed": seed}, result)
+    _tell(measured, machine(), seed, result)
     return measured
 
 
@@ -98,16 +97,13 @@ def compare_memory(recorded: Path, *, result: Path | None, slow: bool = False) -
         measured.append(
             Measured(row, estimate.peak, peak, estimate.reserved, reserved, _others(row, estimators), seconds)
         )
-    _tell(measured, {"machine": known.get("machine"), "seed": known.get("seed")}, result)
+    _tell(measured, known.get("machine") or {}, known.get("seed"), result)
     return measured
 
 
-def _tell(measured: Sequence[Measured], about: dict[str, Any], result: Path | None) -> None:
-    for shown in _tables(measured):
-        out.print(shown)
-    if result is not None:
-        record = {"schema": SCHEMA, **about, "rows": [asdict(m) for m in measured]}
-        write_whole(result, json.dumps(record, indent=1) + "\n")
+def _tell(measured: Sequence[Measured], facts: Mapping[str, Any], seed: int | None, result: Path | None) -> None:
+    content = {"seed": seed, "rows": [asdict(m) for m in measured]}
+    tell(SCHEMA, content, _tables(measured), result=result, facts=facts)
 
 
 def _config(row: Row) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +13,9 @@ from typing import Any
 
 from verl_shard.bench.maps import zoo
 from verl_shard.bench.rates import gpu_seconds, need_gpu
-from verl_shard.bench.start import machine
+from verl_shard.bench.record import tell
 from verl_shard.common.errors import config_error
-from verl_shard.common.files import write_whole
-from verl_shard.common.tables import err, out, table
+from verl_shard.common.tables import err, table
 
 SCHEMA = "verl_shard/bench-offload/1"
 SHAPES = ((8, 512), (32, 1024))
@@ -121,18 +119,11 @@ def bench_offload(
     del table_of
     rows = measure(made, inputs, ways("cuda:0"), GpuMeter(), calls=calls, copy_s=block_bytes / link)
     torch.cuda.empty_cache()
-    record = {
-        "schema": SCHEMA, "machine": machine(), "model": model, "link_bandwidth": link, "bytes": sizes,
+    content = {
+        "model": model, "link_bandwidth": link, "bytes": sizes,
         "copy_s": block_bytes / link, "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
     }  # fmt: skip
-    text = json.dumps(record, indent=1) + "\n"
-    if as_json:
-        print(text, end="")
-    else:
-        for shown in tables(model, rows, link, block_bytes):
-            out.print(shown)
-    if result is not None:
-        write_whole(result, text)
+    tell(SCHEMA, content, tables(model, rows, link, block_bytes), result=result, as_json=as_json)
     return rows
 
 

@@ -8,27 +8,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from verl_shard.bench.elastic_roles import ROLES, Load, Place, Roles, plan_roles
+from verl_shard.bench.elastic_roles import CPU_LOAD, QUICK_LOAD, ROLES, Load, Place, Roles, plan_roles
+from verl_shard.bench.frame import Asked, Setting, Sizes, finish, left_out_words, opened
 from verl_shard.bench.gpus_meter import GpusMeter
-from verl_shard.bench.ladder_machine import (
-    TINY,
-    HostPeak,
-    Machine,
-    cap_memory,
-    in_a_process,
-    look,
-    named_config,
-    read_limit,
-    write_record,
-)
+from verl_shard.bench.machine import TINY, HostPeak, Machine, cap_memory, card_for, in_a_process
 from verl_shard.bench.offload_advice_shown import advice_table, draw, ways_tables
-from verl_shard.common.errors import ConfigError, RunError
-from verl_shard.common.tables import err, out
+from verl_shard.common.errors import RunError
+from verl_shard.common.tables import err
 from verl_shard.common.units import format_bytes
-from verl_shard.config.cards import Card, card_of_memory, find_card
+from verl_shard.config.cards import Card
 from verl_shard.config.inventory import Inventory
 from verl_shard.config.roles import Role
 from verl_shard.config.workload import Workload
@@ -38,10 +28,10 @@ from verl_shard.planning.plan import Advice
 from verl_shard.planning.settings import Settings, fill, read_roles
 
 SCHEMA = "verl_shard/bench-offload-advice/1"
-MODEL, QUICK_MODEL = "llama-1b", "qwen2-0.5b"
-LOAD = Load(sequences=16, micro_batch=4, prompt=448, response=64)
-QUICK = Load(sequences=8, micro_batch=4, prompt=224, response=32)
-ON_CPU = Load(sequences=4, micro_batch=2, prompt=16, response=16)
+MODELS = Sizes(full="llama-1b", quick="qwen2-0.5b", on_cpu=TINY)
+LOADS = Sizes(
+    full=Load(sequences=16, micro_batch=4, prompt=448, response=64), quick=QUICK_LOAD, on_cpu=CPU_LOAD,
+)  # fmt: skip
 STEPS = 3
 """Of each way: the first makes the optimizers' states, and the median of the others is told."""
 OURS: dict[str, tuple[Role, ...]] = {
@@ -108,53 +98,37 @@ class AdviceRow:
     right: bool | None
 
 
-def bench_offload_advice(
-    *,
-    result: Path | None = None,
-    picture: Path | None = None,
-    model: str | None = None,
-    quick: bool = False,
-    gpu_memory: str | None = None,
-    command: Sequence[str] = (),
-) -> list[WayRow]:
+def bench_offload_advice(asked: Asked) -> list[WayRow]:
     """Measures every way and judges the advice on this GPU, and on it with so little memory that offloading decides.
 
-    model: by default llama-1b, qwen2-0.5b with `quick`, and the tiny one without a GPU. gpu_memory: as of bench ladder.
+    The model is llama-1b by default, qwen2-0.5b with `quick`, and the tiny one without a GPU.
     Stock verl's param_offload and optimizer_offload are measured too where verl is installed, with its fsdp2 engine.
     Raises ConfigError for an unknown model and a limit that cannot be; RunError when nothing runs.
     """
-    found = look(named_config(model or MODEL))
-    name = model or (TINY if not found.gpus else QUICK_MODEL if quick else MODEL)
-    config, load = named_config(name), ON_CPU if not found.gpus else QUICK if quick else LOAD
-    limit = read_limit(gpu_memory, found)
-    steps, missing = 2 if quick else STEPS, left_out(found)
-    room = limit or found.memory
-    plans = plan_apart(config, load, found, room) if found.gpus else None
-    ways = measured_ways(config, load, found, limit, steps, {} if plans is None else plans.ways)
+    setting = opened(asked, MODELS, LOADS)
+    found, room, steps = setting.found, setting.room, 2 if asked.quick else STEPS
+    missing = left_out(found)
+    plans = plan_apart(setting) if found.gpus else None
+    ways = measured_ways(setting, steps, {} if plans is None else plans.ways)
     advice: list[AdviceRow] = []
     if plans is not None:
         advice += judged(plans.ways["nothing offloaded"], room, ways)
         if plans.small_room < room:
-            advice += judged(plans.on_small, plans.small_room, on_small(config, load, found, plans.small_room))
+            small = on_small(replace(setting, limit=plans.small_room))
+            advice += judged(plans.on_small, plans.small_room, small)
         if "stock verl" not in missing:
             from verl_shard.bench.offload_advice_stock import bench_stock_ways
 
-            more, said, failed = bench_stock_ways(config, load, card_for(found, room), steps)
+            more, said, failed = bench_stock_ways(setting.config, setting.load, card_for(found, room), steps)
             ways, advice, missing = [*ways, *more], [*advice, *said], {**missing, **failed}
     if all(way.failed for way in ways):
         raise RunError("; ".join(f"{way.way}: {way.failed}" for way in ways))
     record = {
-        "model": name, "load": asdict(load), "room": limit or found.memory, "left_out": missing,
+        "model": setting.name, "load": asdict(setting.load), "room": room, "left_out": missing,
         "ways": [{**asdict(way), "peak": way.peak} for way in ways], "advice": [asdict(row) for row in advice],
     }  # fmt: skip
-    for shown in [*ways_tables(record), *([advice_table(record)] if advice else [])]:
-        out.print(shown)
-    for what, why in missing.items():
-        out.print(f"Left out: {what}: {why}.", markup=False)
-    if result is not None:
-        write_record(result, SCHEMA, command, found.facts, **record)
-    if picture is not None:
-        draw(record, picture)
+    shown = [*ways_tables(record), *([advice_table(record)] if advice else []), *left_out_words(record)]
+    finish(asked, setting, SCHEMA, record, shown, draw)
     return ways
 
 
@@ -169,18 +143,6 @@ def left_out(found: Machine) -> dict[str, str]:
             "stock verl": 'param_offload and optimizer_offload are its own, and it is not installed ("verl_shard[verl]")'
         }
     return {}
-
-
-def card_for(found: Machine, room: int) -> Card:
-    """The card there is, with so many bytes for torch. One that is not known by name has the speeds of a like one."""
-    from verl_shard.memory.constants import CUDA_CONTEXT
-
-    memory = room + CUDA_CONTEXT.n_bytes
-    try:
-        known = find_card(found.facts["gpus"][0])
-    except ConfigError:
-        known = card_of_memory(memory)
-    return replace(known, memory=memory)
 
 
 @dataclass(frozen=True)
@@ -233,9 +195,9 @@ def planner(config: Any, load: Load, card: Card) -> tuple[Engine, Settings]:
     return engine, engine.completed(settings)
 
 
-def plan_apart(config: Any, load: Load, found: Machine, room: int) -> Plans:
+def plan_apart(setting: Setting[Load]) -> Plans:
     """all_plans, in a process of its own. Raises RunError when it cannot be planned."""
-    ran = in_a_process(partial(all_plans, config, load, card_for(found, room)))
+    ran = in_a_process(partial(all_plans, setting.config, setting.load, card_for(setting.found, setting.room)))
     if ran.made is None:
         raise RunError(f"the step cannot be planned: {ran.why}")
     return ran.made
@@ -256,30 +218,19 @@ def all_plans(config: Any, load: Load, card: Card) -> Plans:
     return Plans(ways, room, planned(small, settings, ()))
 
 
-def measured_ways(
-    config: Any, load: Load, found: Machine, limit: int | None, steps: int, plans: Mapping[str, Planned]
-) -> list[WayRow]:
+def measured_ways(setting: Setting[Load], steps: int, plans: Mapping[str, Planned]) -> list[WayRow]:
     """Every way of our engine that there is here, each in a process of its own."""
     made = []
-    for way, streamed in OURS.items() if found.gpus else [("nothing offloaded", ())]:
-        made.append(_way(config, load, found, limit, steps, way, streamed, plans.get(way)))
+    for way in OURS if setting.found.gpus else ["nothing offloaded"]:
+        made.append(_way(setting, steps, way, plans.get(way)))
         done = made[-1]
         peak = "" if done.peak is None else f", {format_bytes(done.peak)}"
         err.print(f"{way}: {done.failed or f'{done.step_s:.2f} s a step{peak}'}")
     return made
 
 
-def _way(
-    config: Any,
-    load: Load,
-    found: Machine,
-    limit: int | None,
-    steps: int,
-    way: str,
-    streamed: Sequence[str],
-    plan: Planned | None,
-) -> WayRow:
-    ran = in_a_process(partial(_measured, config, load, found, limit, steps, streamed))
+def _way(setting: Setting[Load], steps: int, way: str, plan: Planned | None) -> WayRow:
+    ran = in_a_process(partial(_measured, setting, steps, OURS[way]))
     host, step_s = (0, None) if plan is None else (plan.host, plan.step_s)
     if ran.made is None or isinstance(ran.made, str):
         return WayRow("device_map", way, (), None, step_s, None, host, ran.made or ran.why)
@@ -288,22 +239,20 @@ def _way(
     rows = tuple(
         PhaseRow(name, seconds[name], guessed_s.get(name), peaks.get(name), guessed.get(name)) for name in seconds
     )
-    return WayRow("device_map", way, rows, sum(seconds.values()), step_s, taken if found.gpus else None, host)
+    return WayRow("device_map", way, rows, sum(seconds.values()), step_s, taken if setting.found.gpus else None, host)
 
 
 Measured = tuple[dict[str, float], dict[str, int], int]
 """Seconds by phase, peaks by phase (none without a GPU), and what the process took on the host at most."""
 
 
-def _measured(
-    config: Any, load: Load, found: Machine, limit: int | None, steps: int, streamed: Sequence[str]
-) -> Measured | str:
+def _measured(setting: Setting[Load], steps: int, streamed: Sequence[str]) -> Measured | str:
     """A way on one device, or in words where memory ran out."""
-    place = {"": 0 if found.gpus else "cpu"}
+    gpus = setting.found.gpus
+    place = {"": 0 if gpus else "cpu"}
     places = {role: Place(place, "stream" if role in streamed else "none") for role in ROLES}
-    cap_memory(limit, found.gpus)
-    meter = GpusMeter(1 if found.gpus else 0)
-    return run_step(Roles(config, load, places, mixed=bool(found.gpus)), meter, steps)
+    cap_memory(setting.limit, gpus)
+    return run_step(Roles(setting.config, setting.load, places, mixed=bool(gpus)), GpusMeter(1 if gpus else 0), steps)
 
 
 def run_step(roles: Roles, meter: Any, steps: int) -> Measured | str:
@@ -347,12 +296,12 @@ def run_step(roles: Roles, meter: Any, steps: int) -> Measured | str:
     return medians, peaks if meter.peaks() else {}, max(host.peak - before, 0)
 
 
-def on_small(config: Any, load: Load, found: Machine, room: int) -> list[WayRow]:
+def on_small(setting: Setting[Load]) -> list[WayRow]:
     """Whether the step runs with so little memory: each way that advice is about, for two steps."""
     made = []
     for way in ("nothing offloaded", "ref streamed", "reward streamed"):
-        made.append(_way(config, load, found, room, 2, way, OURS[way], None))
-        err.print(f"{way}, {format_bytes(room)}: {made[-1].failed or 'it runs'}")
+        made.append(_way(setting, 2, way, None))
+        err.print(f"{way}, {format_bytes(setting.room)}: {made[-1].failed or 'it runs'}")
     return made
 
 

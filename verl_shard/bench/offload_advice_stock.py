@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from verl_shard.bench.elastic_roles import Load
 from verl_shard.bench.gpus_meter import GpusMeter
-from verl_shard.bench.ladder_machine import HostPeak, in_a_process
+from verl_shard.bench.machine import HostPeak, in_a_process
 from verl_shard.bench.offload_advice import AdviceRow, PhaseRow, WayRow
 from verl_shard.common.tables import err
 from verl_shard.config.cards import Card

@@ -15,9 +15,8 @@ from typing import Any
 
 from verl_shard.bench.offload import GpuMeter, check_model, link_rate
 from verl_shard.bench.rates import need_gpu
-from verl_shard.bench.start import machine
-from verl_shard.common.files import write_whole
-from verl_shard.common.tables import out, table
+from verl_shard.bench.record import tell
+from verl_shard.common.tables import table
 
 SCHEMA = "verl_shard/bench-offload-phases/1"
 SHAPES = ((32, 8, 512), (32, 8, 1024))
@@ -74,17 +73,11 @@ def bench_offload_phases(
             for start in (reference(made, sequences, micro, tokens), reward(made, sequences, micro, tokens)):
                 copy_s = made.block_bytes / link
                 rows += phase_rows(start, sequences, micro, tokens, copy_s=copy_s, calls=calls, meter=GpuMeter())
-    record = {
-        "schema": SCHEMA, "machine": machine(), "model": model, "link_bandwidth": link, "block_bytes": made.block_bytes,
+    content = {
+        "model": model, "link_bandwidth": link, "block_bytes": made.block_bytes,
         "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
     }  # fmt: skip
-    text = json.dumps(record, indent=1) + "\n"
-    if as_json:
-        print(text, end="")
-    else:
-        out.print(phases_table(model, rows, link, made.block_bytes))
-    if result is not None:
-        write_whole(result, text)
+    tell(SCHEMA, content, [phases_table(model, rows, link, made.block_bytes)], result=result, as_json=as_json)
     return rows
 
 

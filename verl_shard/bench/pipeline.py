@@ -5,7 +5,6 @@ Of a machine with one GPU, or with gpus=1: pipeline_one.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -18,10 +17,9 @@ from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.maps import zoo
 from verl_shard.bench.pipeline_one import OneRow, measure_dispatch, measure_update, one_table, why_no_update
 from verl_shard.bench.rates import need_gpu
-from verl_shard.bench.start import machine
+from verl_shard.bench.record import tell
 from verl_shard.common.errors import config_error
-from verl_shard.common.files import write_whole
-from verl_shard.common.tables import err, out, table
+from verl_shard.common.tables import err, table
 
 SCHEMA = "verl_shard/bench-pipeline/1"
 BATCH = (16, 1024)
@@ -78,25 +76,19 @@ def bench_pipeline(
     with torch.device("cuda:0"):
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     ids = torch.randint(1, config.vocab_size, BATCH, generator=torch.Generator().manual_seed(1)).to("cuda:0")
-    record: dict[str, Any] = {"schema": SCHEMA, "machine": machine(), "model": model, "gpus": n_gpus, "batch": BATCH}
+    content: dict[str, Any] = {"model": model, "gpus": n_gpus, "batch": BATCH}
     meter = GpusMeter(n_gpus)
     rows: list[PipelineRow] | list[OneRow]
     if n_gpus == 1:
         rows, left_out = on_one(made, ids, "cuda", meter, runs=runs)
-        record["left_out"] = left_out
+        content["left_out"] = left_out
         shown = [one_table(model, BATCH, rows, left_out)]
     else:
-        record["device_map"] = device_map = even_map(made, n_gpus)
+        content["device_map"] = device_map = even_map(made, n_gpus)
         rows = measure(made, ids, ways(device_map), meter, runs=runs)
         shown = tables(model, rows)
-    text = json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-    if as_json:
-        print(text, end="")
-    else:
-        for each in shown:
-            out.print(each)
-    if result is not None:
-        write_whole(result, text)
+    content["rows"] = [asdict(row) for row in rows]
+    tell(SCHEMA, content, shown, result=result, as_json=as_json)
     return rows
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl_shard.bench.start import machine
+from verl_shard.bench.record import machine
 from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.common.tables import out, table
 from verl_shard.config.cards import find_card

@@ -90,6 +90,34 @@ def stock(results: Path) -> str:
     return markdown(("error of the peak", "our engine", "verl's fsdp and fsdp2"), lines)
 
 
+def maps(results: Path) -> str:
+    """How even maps are, ours and others' over published models; those that came to the same share a row."""
+    record = _record(results, "maps")
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, made in record["quality"].items():
+        alike.setdefault(tuple(made.values()), []).append(name)
+    rows = [
+        (", ".join(names), *(f"{of[key]:.3f}" for key in ("median", "p90", "worst")), of["empty"], of["spilled"])
+        for names in alike.values()
+        for of in [record["quality"][names[0]]]
+    ]
+    feasible = {made["feasible"] for made in record["quality"].values()}
+    columns = (
+        "maps of", "median", "p90", "worst", f"leaves a GPU empty (of {record['cells']})",
+        f"spills to the CPU though a split fits (of {', '.join(map(str, feasible))})",
+    )  # fmt: skip
+    return markdown(columns, rows)
+
+
+def training_maps(results: Path) -> str:
+    """GiB at the peak of each GPU, with a map even in weights and one even in the peak."""
+    rows = [
+        (row["words"], *(", ".join(f"{size / GIB:.1f}" for size in row[which]) for which in ("weights", "peak")))
+        for row in _record(results, "maps")["training"]
+    ]
+    return markdown(("model, bf16 unless said", "even in weights", "even in the peak"), rows)
+
+
 def pipeline(results: Path) -> str:
     """Seconds of a step over two GPUs by number of micro-batches."""
     rows = _rows(results, "h200x2_pipeline")
@@ -177,7 +205,8 @@ def _elastic(results: Path, name: str) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    "memory": memory, "stock": stock, "pipeline": pipeline, "ladder": ladder, "offload-ways": offload_ways,
+    "memory": memory, "maps": maps, "training-maps": training_maps, "stock": stock,
+    "pipeline": pipeline, "ladder": ladder, "offload-ways": offload_ways,
     "offload-advice": offload_advice, "elastic": elastic, "elastic-two-gpus": elastic_two,
 }  # fmt: skip
 """By the name that a page gives."""

@@ -44,6 +44,12 @@ def stock(record: Mapping[str, Any], path: Path) -> None:
     _scatter("Peak of a phase, GiB", points, path)
 
 
+def maps(record: Mapping[str, Any], path: Path) -> None:
+    """How much fuller than the optimum the fullest GPU is at worst, by way to make maps."""
+    rows = record["quality"]
+    _bars("Fullest GPU over the optimum, at worst", list(rows), [row["worst"] for row in rows.values()], path)
+
+
 def times(record: Mapping[str, Any], path: Path) -> None:
     """Predicted against measured seconds, by model."""
     points: dict[str, list[tuple[float, float]]] = {}

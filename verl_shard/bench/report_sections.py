@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_shard.bench import elastic, ladder, offload_advice, report_plots
+from verl_shard.bench import elastic, ladder, maps, offload_advice, report_plots
+from verl_shard.bench.frame import left_out_words
 from verl_shard.bench.ladder_rungs import Batch
 from verl_shard.bench.offload_advice_shown import advice_table, ways_tables
 from verl_shard.bench.offload_advice_shown import draw as draw_offload_advice
@@ -67,16 +68,21 @@ def _ladder(record: Mapping[str, Any]) -> Section:
 def _offload_advice(record: Mapping[str, Any]) -> Section:
     shown = [_of_rich(made) for made in ways_tables(record)]
     shown += [_of_rich(advice_table(record))] if record["advice"] else []
-    return Section("Offloading, and the planner's advice", shown, draw_offload_advice, _left_out(record))
+    return Section("Offloading, and the planner's advice", shown, draw_offload_advice, left_out_words(record))
 
 
 def _elastic(record: Mapping[str, Any]) -> Section:
     shown = [_of_rich(elastic.elastic_table(record))]
-    return Section("Where the components are", shown, elastic.draw, _left_out(record))
+    return Section("Where the components are", shown, elastic.draw, left_out_words(record))
 
 
-def _left_out(record: Mapping[str, Any]) -> list[str]:
-    return [f"Left out: {what}: {why}." for what, why in record["left_out"].items()]
+def _maps(record: Mapping[str, Any]) -> Section:
+    shown = [
+        _of_rich(maps.quality_table({name: maps.Quality(**row) for name, row in record["quality"].items()})),
+        _of_rich(maps.even_table([maps.Even(**row) for row in record["training"]])),
+        _of_rich(maps.speed_table({name: maps.Speed(**row) for name, row in record["seconds"].items()})),
+    ]
+    return Section("How even device maps are", shown, report_plots.maps)
 
 
 def _memory(record: Mapping[str, Any]) -> Section:
@@ -147,6 +153,7 @@ _SECTIONS: dict[str, Callable[[Mapping[str, Any]], Section]] = {
     ladder.SCHEMA: _ladder,
     offload_advice.SCHEMA: _offload_advice,
     elastic.SCHEMA: _elastic,
+    maps.SCHEMA: _maps,
     "verl_shard/bench-memory/2": _memory,
     "verl_shard/bench-stock/1": _stock,
     "verl_shard/bench-times/1": _times,

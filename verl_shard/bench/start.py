@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -11,12 +9,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from verl_shard.common.files import read_json_lines, write_whole
-from verl_shard.common.tables import out, table
+from verl_shard.bench.record import machine as machine  # bench stock asks for it here
+from verl_shard.bench.record import tell
+from verl_shard.common.files import read_json_lines
+from verl_shard.common.tables import table
 
 SCHEMA = "verl_shard/bench-start/1"
 _LOCAL = """
@@ -85,24 +84,6 @@ def read_times(run: Path, whole: float, local: float, imports: float) -> StartTi
     return StartTimes(ends[0] - steps[0] - launched, statistics.median(steps[2:]), len(steps), whole, local, imports)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    import os
-
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    packages = {name: _version(name) for name in ("verl", "torch", "transformers", "accelerate", "ray")}
-    return {"cpus": os.cpu_count(), "gpus": gpus, "python": platform.python_version(), "packages": packages}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def bench_start(given: Mapping[str, Any], result: Path | None) -> StartTimes:
     """Runs the quick start in a folder of its own, prints a table, and writes JSON when `result` is given."""
     from verl_shard.quickstart.run import quickstart
@@ -119,8 +100,6 @@ def bench_start(given: Mapping[str, Any], result: Path | None) -> StartTimes:
         (f"a step (median of {times.steps - 2})", f"{times.step:.2f} s"),
         ("the whole command", f"{times.whole:.0f} s"),
     ]
-    out.print(table("verl-shard bench start", ("", "time"), rows))
-    if result is not None:
-        record = {"schema": SCHEMA, "machine": machine(), "given": dict(given), "times": asdict(times)}
-        write_whole(result, json.dumps(record, indent=2, default=str) + "\n")
+    content = {"given": dict(given), "times": asdict(times)}
+    tell(SCHEMA, content, [table("verl-shard bench start", ("", "time"), rows)], result=result)
     return times

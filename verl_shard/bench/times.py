@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +14,9 @@ import numpy as np
 
 from verl_shard.bench.maps import zoo
 from verl_shard.bench.rates import build, generated, need_gpu, rates_table, traced_pass, wall_seconds
-from verl_shard.bench.start import machine
+from verl_shard.bench.record import machine, tell
 from verl_shard.common.errors import RunError, config_error
-from verl_shard.common.files import write_whole
-from verl_shard.common.tables import err, out, table
+from verl_shard.common.tables import err, table
 from verl_shard.config.cards import find_card
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.trace import Trace
@@ -112,15 +110,11 @@ def bench_times(
     rows = [row for name in models for row in _rows(name, traces[name], used)]
     if not rows:
         raise RunError(f"none of the models fits this GPU's memory: {', '.join(models)}")
-    out.print(_table(rows))
-    out.print(_summary(rows))
     better = fitted([(traces[row.model], row) for row in rows], used)
-    out.print(rates_table(better))
+    content = {"rates": asdict(used), "fitted": asdict(better), "rows": [asdict(row) for row in rows]}
+    tell(SCHEMA, content, [_table(rows), _summary(rows), rates_table(better)], result=result)
     if fit is not None:
         better.save(fit, machine())
-    if result is not None:
-        record = {"schema": SCHEMA, "machine": machine(), "rates": asdict(used), "fitted": asdict(better)}
-        write_whole(result, json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     return rows
 
 

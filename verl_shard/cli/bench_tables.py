@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,29 +18,24 @@ Memory = Annotated[
 ]
 
 
-def _command() -> list[str]:
-    """As it was typed, for the record."""
-    return ["verl-shard", *sys.argv[1:]]
-
-
 def ladder(
     out: Out = None, picture: Picture = None, model: Model = None, quick: Quick = False, gpu_memory: Memory = None
 ) -> None:
     """One PPO update, remedy by remedy: plain fp32, autocast, flash attention, checkpointing, and on; memory and speed."""
+    from verl_shard.bench.frame import Asked
     from verl_shard.bench.ladder import bench_ladder
 
-    bench_ladder(result=out, picture=picture, model=model, quick=quick, gpu_memory=gpu_memory, command=_command())
+    bench_ladder(Asked(out, picture, model, quick, gpu_memory))
 
 
 def offload_advice(
     out: Out = None, picture: Picture = None, model: Model = None, quick: Quick = False, gpu_memory: Memory = None
 ) -> None:
     """Offloading in every way: GPU and host memory, seconds, what the planner predicted, and whether its advice was right."""
+    from verl_shard.bench.frame import Asked
     from verl_shard.bench.offload_advice import bench_offload_advice
 
-    bench_offload_advice(
-        result=out, picture=picture, model=model, quick=quick, gpu_memory=gpu_memory, command=_command()
-    )
+    bench_offload_advice(Asked(out, picture, model, quick, gpu_memory))
 
 
 def elastic(
@@ -49,8 +43,9 @@ def elastic(
 ) -> None:
     """All components on the same GPUs, separated by hand, and where our placement puts them: throughput and memory."""
     from verl_shard.bench.elastic import bench_elastic
+    from verl_shard.bench.frame import Asked
 
-    bench_elastic(result=out, picture=picture, model=model, quick=quick, gpu_memory=gpu_memory, command=_command())
+    bench_elastic(Asked(out, picture, model, quick, gpu_memory))
 
 
 def report(

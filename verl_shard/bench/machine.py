@@ -1,25 +1,22 @@
-"""What benches measure with: processes of their own, the memory of all GPUs and of the host, and a record of it all."""
+"""What benches measure on and with: this machine's GPUs, processes of their own, a limit of memory, models by name."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import psutil
 
 from verl_shard.bench.maps import zoo
-from verl_shard.bench.start import machine
-from verl_shard.common.errors import config_error
-from verl_shard.common.files import write_whole
+from verl_shard.bench.record import machine
+from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.common.units import parse_bytes
+from verl_shard.config.cards import Card, card_of_memory, find_card
 
 T = TypeVar("T")
 TINY = "tiny"
@@ -119,6 +116,18 @@ def _context(gpu: int) -> int:
     return total - free
 
 
+def card_for(found: Machine, room: int) -> Card:
+    """The card there is, with so many bytes for torch. One that is not known by name has the speeds of a like one."""
+    from verl_shard.memory.constants import CUDA_CONTEXT
+
+    memory = room + CUDA_CONTEXT.n_bytes
+    try:
+        known = find_card(found.facts["gpus"][0])
+    except ConfigError:
+        known = card_of_memory(memory)
+    return replace(known, memory=memory)
+
+
 def cap_memory(limit: int | None, gpus: int) -> None:
     """Lets torch take no more than so many bytes of each GPU, as if it were a smaller one."""
     import torch
@@ -184,11 +193,3 @@ class HostPeak:
 
     def _look(self) -> None:
         self.peak = max(self.peak, self._process.memory_info().rss)
-
-
-def write_record(path: Path, schema: str, command: Sequence[str], facts: Mapping[str, Any], **more: Any) -> None:
-    """JSON: the schema, the date, the command and the machine first."""
-    import shlex
-
-    made = {"schema": schema, "date": time.strftime("%Y-%m-%d", time.gmtime()), "command": shlex.join(command)}
-    write_whole(path, json.dumps({**made, "machine": dict(facts), **more}, indent=1) + "\n")
