@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from runtime.filled_gpu import fifty_steps
 
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.notices import RUN_DIR_VARIABLE
@@ -163,3 +165,17 @@ def test_over_two_devices_each_has_its_blocks_and_what_is_in_flight() -> None:
 def test_what_cannot_be_traced_is_not_estimated() -> None:
     memory = PassMemory(CONFIG, "causal-lm", PassSpec(precision="fp32"), {"model.layers.0": 0})
     assert memory.of(1, 8) is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fifty_batches_while_memory_goes_and_comes_lose_no_row_and_have_the_same_gradients(precision: str) -> None:
+    free = {0: 0}
+
+    def leave(most: int, least: int, share: float) -> None:
+        free[0] = int(least * 1.06 + share * (1.5 * most - least))
+
+    config = transformers.LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 2})
+    taken = fifty_steps(config, precision, "cpu", rows=4, length=16, leave=leave, free=lambda: free)
+    # Four sequences, two and one, and back, a step at a time.
+    assert (taken[0], max(taken), taken[-1]) == (0, 2, 0)
+    assert {now - then for then, now in pairwise(taken)} == {-1, 0, 1}

@@ -6,18 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
+from runtime.filled_gpu import fifty_steps
 
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.notices import RUN_DIR_VARIABLE
-from verl_shard.memory.passes import PassSpec
-from verl_shard.runtime.allocator import ResourceAllocator
-from verl_shard.runtime.ladder import Ladder, Pieces
-from verl_shard.runtime.pass_memory import PassMemory
 
 ROWS, LENGTH = 16, 512
 GIB = 2**30
@@ -77,48 +73,20 @@ def filler() -> Iterator[Filler]:
     made.end()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fifty_steps_while_another_process_fills_the_gpu(
-    filler: Filler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, filler: Filler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
-    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8,
         vocab_size=32_000, max_position_embeddings=LENGTH, pad_token_id=0,
     )  # fmt: skip
-    model: Any = transformers.AutoModelForCausalLM.from_config(config).cuda()
-    ids = torch.randint(3, 32_000, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
 
-    def step(pieces: Pieces) -> list[int]:
-        done = []
-        for at in range(0, ROWS, pieces.size):
-            part = ids[at : at + pieces.size].cuda()
-            loss = model(input_ids=part, labels=part, use_cache=False).loss
-            (loss * len(part) / ROWS).backward()
-            done += list(range(at, at + len(part)))
-        return done
+    def leave(most: int, least: int, share: float) -> None:
+        filler.leave(int(least * 1.2 + GIB / 4 + share * (1.5 * most - least)))
 
-    wanted = PassSpec(precision="fp32", accumulating=True, optimizer="sgd")
-    memory = PassMemory(config, "causal-lm", wanted, {"": 0})
-    ladder, asked = Ladder("update_actor"), Pieces(1, ROWS, total=ROWS)
-    allocator = ResourceAllocator(ladder, lambda pieces: memory.of(pieces.size, LENGTH))
-    step(asked)
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    most, least = (memory.of(size, LENGTH) for size in (ROWS, 1))
-    assert most is not None
-    assert least is not None
-    taken = []
-    for number in range(50):
-        share = abs(number - 25) / 25
-        filler.leave(int(least[0] * 1.2 + GIB / 4 + share * (1.5 * most[0] - least[0])))
-        allocator.before(asked)
-        rows = ladder.work(step, asked, undo=lambda: model.zero_grad(set_to_none=True), too_large=str)
-        assert rows == list(range(ROWS))
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
-        model.zero_grad(set_to_none=True)
-        taken.append(ladder.taken)
+    taken = fifty_steps(config, precision, "cuda", rows=ROWS, length=LENGTH, leave=leave)
     assert taken[0] == 0
     assert max(taken) >= 2
     assert taken[-1] < max(taken)

@@ -148,3 +148,66 @@ def test_fifty_steps_while_another_process_fills_the_gpu(
         if (line["role"], line["phase"]) == ("actor", "train")
     ]
     assert said == [0, *taken]
+
+
+def gradients_of_a_step(made: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """By role, the gradients of each mini-batch as the optimizer gets them."""
+    made._started()
+    found: dict[str, list[dict[str, torch.Tensor]]] = {"actor": [], "critic": []}
+    for role, kept in found.items():
+        engine = ENGINES[role]
+
+        def noted(*given: Any, engine: Any = engine, kept: Any = kept, step: Any = engine.optimizer_step) -> Any:
+            kept.append({name: p.grad.float().clone() for name, p in engine.module.named_parameters()})
+            return step(*given)
+
+        monkeypatch.setattr(engine, "optimizer_step", noted)
+    made.step()
+    return found
+
+
+@pytest.mark.usefixtures("_no_group")
+@pytest.mark.parametrize(
+    ("precision", "within", "how"),
+    [("fp32", 1e-5, "is short"), ("bf16-mixed", 1e-2, "runs out"), ("bf16", 1e-2, "is short")],
+)
+def test_gradients_of_a_disturbed_mini_batch_are_the_undisturbed_ones(
+    precision: str, within: float, how: str, trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one step on the same samples, eight sequences at once, and in twos after memory ran out twice, or one by one
+    where there is none."""
+    ppo = {"steps": 1, "batch_size": 8, "micro_batch_size": 8, "lr": 1e-3, "kl_coef": 0}
+    roles = {role: {"precision": precision} for role in ("actor", "critic")}
+    runs = [trainer(ppo=ppo, output_dir=tmp_path / name, model_config=roles) for name in ("undisturbed", "run")]
+    expected = gradients_of_a_step(runs[0], monkeypatch)
+    run = runs[1]._started()
+    if how == "is short":
+        begin, left = run.phase, [2**40]
+
+        def noted(name: str) -> Any:
+            left[0] = 1 if name.startswith("update") else 2**40
+            return begin(name)
+
+        monkeypatch.setattr(run, "phase", noted)
+        for role in ("actor", "critic"):
+            monkeypatch.setattr(ENGINES[role].pieces["train"].allocator, "free", lambda: {"cpu": left[0]})
+    for role, times in {"actor": 2, "critic": 2}.items() if how == "runs out" else ():
+        left_over = [times]
+
+        def look(*_: Any, left_over: list[int] = left_over) -> None:
+            if torch.is_grad_enabled() and left_over[0]:
+                left_over[0] -= 1
+                raise torch.OutOfMemoryError(SAID)
+
+        ENGINES[role].module.model.layers[1].mlp.register_forward_hook(look)
+    found = gradients_of_a_step(runs[1], monkeypatch)
+    said = {line["where"]: line["after"] for line in events(tmp_path / "run", "remedy")}
+    size = {"runs out": "2", "is short": "1"}[how]
+    assert said["update_actor"] == f"micro-batches of {size} sequences"
+    assert "update_critic" in said
+    for role, batches in expected.items():
+        assert len(batches) == len(found[role]) == 1
+        assert found[role][0].keys() == batches[0].keys()
+        for name, gradient in batches[0].items():
+            assert gradient.norm() > 0, (role, name)
+            assert (found[role][0][name] - gradient).norm() <= within * gradient.norm(), (role, name)
