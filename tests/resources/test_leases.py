@@ -34,6 +34,52 @@ else:
 """
 
 
+RUN = """\
+import sys
+from resources.fake_nvml import Card, FakeNvml
+sys.modules["pynvml"] = FakeNvml([Card("GPU-a"), Card("GPU-b"), Card("GPU-c")])
+from verl_shard.common.errors import ConfigError
+from verl_shard.resources.pin import reserve
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        lease = reserve(line.strip())
+    except ConfigError as error:
+        print("refused", str(error).replace(chr(10), " | "), flush=True)
+    else:
+        print("taken", flush=True)
+"""
+
+
+class Run:
+    """A run on this machine of three GPUs: another process, which reserves those that it is told to."""
+
+    def __init__(self) -> None:
+        here = str(Path(__file__).parents[1])
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        assert self.said() == "ready"
+
+    def ask(self, gpus: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{gpus}\n")
+        self.process.stdin.flush()
+
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(20)
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
 class Holder:
     """Another process that takes a lease and keeps it until it is told to end."""
 
@@ -212,3 +258,35 @@ def test_a_run_reserves_what_is_idle(machine: Callable[..., FakeNvml], holder: C
     assert owners() == {}
     with reserve(0):
         assert list(owners()) == ["GPU-a"]
+
+
+def test_of_runs_that_start_at_once_one_has_the_gpu_and_when_it_is_killed_another_can(folder: Path) -> None:
+    runs = [Run() for _ in range(3)]
+    try:
+        for run in runs:
+            run.ask("0,1")
+        answers = [run.said() for run in runs]
+        (winner,) = [run for run, answer in zip(runs, answers, strict=True) if answer == "taken"]
+        losers = [run for run in runs if run is not winner]
+        for answer in answers:
+            for gpu, uuid in ((0, "GPU-a"), (1, "GPU-b")) if answer != "taken" else ():
+                assert f"GPU {gpu} = {uuid}: leased by pid {winner.process.pid} of " in answer
+        # The one GPU that is left, and all or none: a run that wants both kinds gets neither.
+        losers[0].ask("2,1")
+        assert losers[0].said().startswith("refused GPU 1 = GPU-b")
+        losers[1].ask("2")
+        assert losers[1].said() == "taken"
+        winner.process.kill()  # SIGKILL: nothing of it runs any more
+        winner.process.wait(20)
+        assert (folder / "GPU-a").read_text()  # what it wrote is still there
+        assert sorted(owners()) == ["GPU-c"]
+        losers[0].ask("0-1")
+        assert losers[0].said() == "taken"
+        assert {uuid: owner.pid for uuid, owner in owners().items()} == {
+            "GPU-a": losers[0].process.pid,
+            "GPU-b": losers[0].process.pid,
+            "GPU-c": losers[1].process.pid,
+        }
+    finally:
+        for run in runs:
+            run.end()
