@@ -53,14 +53,14 @@ def test_all_ways_give_each_request_as_many_tokens_and_the_same(monkeypatch: pyt
     load = Load(((5, 6, 7), (9,), (8, 8, 11, 12, 13), (9, 30), (4, 4)), (6, 1, 3, 9, 2))
     offered = {name: way for name, way in ways(5).items() if "continuous" not in name}
     offered["model.generate, batches of 8"] = lambda *given: module.plain(*given, batch=2)
-    rows = measure(model, load, offered, CPU, runs=1)
-    assert [row.way for row in rows] == ["model.generate, one batch of 5", "model.generate, batches of 8", "ours"]
+    rows = measure(model, load, offered, CPU, runs=1, keep=list)
+    assert [row.way for row in rows] == ["model.generate, one batch of 5", "ours", "model.generate, batches of 8"]
     assert [row.same for row in rows] == [1.0] * 3
     for way in offered.values():
         assert [len(ids) for ids in way(model, load, CPU).token_ids] == [6, 1, 3, 9, 2]
     # 5 rows of 5 + 8 columns: the last of 9 tokens is not computed with. The largest batch of two has as many columns.
     token = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, their size, bytes
-    assert [row.cache_bytes for row in rows[:2]] == [5 * 13 * token, 2 * 13 * token]
+    assert [row.cache_bytes for row in rows[::2]] == [5 * 13 * token, 2 * 13 * token]
 
 
 def test_the_first_warms_up_the_fastest_counts_and_others_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +81,15 @@ def test_the_first_warms_up_the_fastest_counts_and_others_may_fail(monkeypatch: 
 
     load = Load(((5,), (6,)), (3, 1))
     offered = {"slow": way("slow", expected), "ours": way("ours", [[1, 9, 3], [4]]), "other": broken}
-    rows = measure(None, load, offered, CPU, runs=2)
+    kept: list[list[str]] = []
+    rows = measure(None, load, offered, CPU, runs=2, keep=lambda now: kept.append([row.way for row in now]))
+    assert kept == [["slow"], ["slow", "ours"], ["slow", "ours", "other"]]
     assert [(row.seconds, row.tokens_per_second, row.same) for row in rows[:2]] == [(8.0, 0.5, 1.0), (2.0, 2.0, 0.5)]
     assert rows[2] == GenerateRow("other", None, None, None, None, None, None)
     assert speedups(rows) == {"slow": 4.0}
     with pytest.raises(ValueError, match="not here"):
-        measure(None, load, {"ours": broken}, CPU, runs=1)
+        measure(None, load, {"ours": broken}, CPU, runs=1, keep=list)
+    assert speedups(rows[:1]) == {}
 
 
 def test_tokens_count_as_the_same_until_one_differs() -> None:
@@ -99,6 +102,7 @@ def test_the_command_on_a_small_model(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     whole = ways(16)
     assert list(ways(16, cuda=True)) == [*list(whole)[:3], "ours, with CUDA graphs", list(whole)[3]]
+    assert list(whole)[1] == "ours"
     monkeypatch.setattr(
         module, "ways", lambda n, cuda: {name: way for name, way in whole.items() if "continuous" not in name}
     )
@@ -131,3 +135,23 @@ def _fields() -> dict[str, Any]:
         "vocab_size",
     )
     return {name: getattr(small_qwen2(), name) for name in names}
+
+
+def test_what_was_measured_is_in_the_file_when_the_run_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module.SHAPES, "small", {"model_type": "qwen2", **_fields()})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "made.json"
+
+    def cut_off(*_: Any) -> Answer:
+        raise KeyboardInterrupt
+
+    whole = ways(16)
+    offered = {"model.generate, one batch of 16": whole["model.generate, one batch of 16"], "ours": cut_off}
+    monkeypatch.setattr(module, "ways", lambda n, cuda: offered)
+    with pytest.raises(KeyboardInterrupt):
+        bench_generate(result=path, requests=4, longest_response=3, quick=True)
+    record = json.loads(path.read_text())
+    assert [(row["way"], row["same"]) for row in record["rows"]] == [("model.generate, one batch of 16", 1.0)]
+    assert (len(record["prompt_tokens"]), max(record["response_tokens"]), record["speedups"]) == (4, 3, {})

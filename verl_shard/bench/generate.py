@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import random
 import time
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_shard.bench.maps import zoo
-from verl_shard.bench.start import machine
+from verl_shard.bench.record import tell
 from verl_shard.common.errors import RunError, config_error
-from verl_shard.common.files import write_whole
-from verl_shard.common.tables import err, out, table
+from verl_shard.common.tables import err, table
 
 SCHEMA = "verl_shard/bench-generate/1"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -32,7 +30,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Beside the models of the zoo."""
 SHORTEST_PROMPT, SHORTEST_RESPONSE = 1 / 32, 1 / 16
 """Of the longest."""
-_PATIENCE_S = 120
+_PATIENCE_S = 60
+"""For all answers of transformers' continuous batching, after which its row stays empty."""
+ON_GPU, QUICK_ON_GPU, ON_CPU, QUICK_ON_CPU = (64, 1024, 192), (64, 1024, 48), (64, 256, 128), (16, 64, 32)
+"""Requests, and tokens of the longest prompt and response. A batch of `model.generate` takes as many steps as its longest
+response, about 0.1 s each for 64 rows of a 7B model on an H200, and batches of 8 take eight times as many shorter ones."""
 _SAME_IN_FP32 = 0.95
 """Two candidates that are as likely within rounding may change one response; a fault of ours would change most."""
 
@@ -93,12 +95,14 @@ def draw(n: int, longest_prompt: int, longest_response: int, vocab_size: int, se
 
 
 def bench_generate(
-    *, result: Path | None, model: str | None = None, requests: int = 64, longest_prompt: int | None = None,
+    *, result: Path | None, model: str | None = None, requests: int | None = None, longest_prompt: int | None = None,
     longest_response: int | None = None, runs: int = 1, seed: int = 0, quick: bool = False, as_json: bool = False,
 ) -> list[GenerateRow]:  # fmt: skip
     """Measures a causal model with random weights, on the first GPU in bf16, else on the host in fp32: greedy, no response
-    ends by itself, each row is ended after the tokens that were drawn for it. Prints a table, or JSON, and writes JSON when
-    `result` is given.
+    ends by itself, each row is ended after the tokens that were drawn for it. Prints a table, or JSON. JSON goes to `result`
+    too, after each way: what was measured is there when the run is cut off.
+
+    requests, longest_prompt, longest_response: in tokens; by default ON_GPU or ON_CPU, with `quick` the smaller ones.
 
     Raises ConfigError for an unknown model, and RunError when tokens in fp32 are not those of the plain loop.
     """
@@ -110,24 +114,23 @@ def bench_generate(
     if model not in known:
         raise config_error("model", "--model", model, "not in the zoo", f"Use one of {', '.join(known)}")
     made, device = _model(model, cuda)
-    prompt, response = longest_prompt or (1024 if cuda else 256), longest_response or (256 if cuda else 128)
-    if quick:
-        requests, prompt, response = min(requests, 16), min(prompt, 64), min(response, 32)
-    load = draw(requests, prompt, response, made.config.vocab_size, seed)
-    rows = measure(made, load, ways(requests, cuda=cuda), device, runs=runs)
-    record = {
-        "schema": SCHEMA, "machine": machine(), "threads": torch.get_num_threads(), "model": model, "device": str(device),
+    sizes = (QUICK_ON_GPU if quick else ON_GPU) if cuda else (QUICK_ON_CPU if quick else ON_CPU)
+    n, prompt, response = (a or b for a, b in zip((requests, longest_prompt, longest_response), sizes, strict=True))
+    load = draw(n, prompt, response, made.config.vocab_size, seed)
+    what = {
+        "threads": torch.get_num_threads(), "model": model, "device": str(device),
         "dtype": str(made.dtype).removeprefix("torch."), "seed": seed,
         "prompt_tokens": [len(p) for p in load.prompts], "response_tokens": load.responses,
-        "speedups": speedups(rows), "rows": [asdict(row) for row in rows],
     }  # fmt: skip
-    text = json.dumps(record, indent=1) + "\n"
-    if as_json:
-        print(text, end="")
-    else:
-        out.print(shown(model, load, rows))
-    if result is not None:
-        write_whole(result, text)
+
+    def content(rows: Sequence[GenerateRow]) -> dict[str, Any]:
+        return {**what, "speedups": speedups(rows), "rows": [asdict(row) for row in rows]}
+
+    def keep(rows: Sequence[GenerateRow]) -> None:
+        tell(SCHEMA, content(rows), [], result=result)
+
+    rows = measure(made, load, ways(n, cuda=cuda), device, runs=runs, keep=keep)
+    tell(SCHEMA, content(rows), [shown(model, load, rows)], result=result, as_json=as_json)
     mine = next(row for row in rows if row.way == "ours")
     if not cuda and mine.same is not None and mine.same < _SAME_IN_FP32:
         raise RunError(f"only {mine.same:.1%} of our tokens are those of the plain loop, in fp32")
@@ -151,11 +154,12 @@ def _model(name: str, cuda: bool) -> tuple[Any, Any]:
 
 
 def ways(requests: int, *, cuda: bool = False) -> dict[str, Way]:
-    """What is measured, in the order in which it runs. The last changes the model's attention, and puts it back."""
+    """What is measured, in the order in which it runs: what is asked most first, and what might leave the GPU in
+    disorder last. The last changes the model's attention, and puts it back."""
     return {
         f"model.generate, one batch of {requests}": lambda *given: plain(*given, batch=requests),
-        "model.generate, batches of 8": lambda *given: plain(*given, batch=8),
         "ours": ours,
+        "model.generate, batches of 8": lambda *given: plain(*given, batch=8),
         **({"ours, with CUDA graphs": with_graphs} if cuda else {}),
         "transformers' continuous batching": continuous,
     }
@@ -250,8 +254,19 @@ def continuous(model: Any, load: Load, device: Any) -> Answer:
     return Answer([found[at] for at in range(len(load.prompts))], None)
 
 
-def measure(model: Any, load: Load, offered: dict[str, Way], device: Any, *, runs: int) -> list[GenerateRow]:
-    """Each way in turn: a few short requests to warm up, then the fastest of its runs. The first is the plain loop."""
+def measure(
+    model: Any,
+    load: Load,
+    offered: dict[str, Way],
+    device: Any,
+    *,
+    runs: int,
+    keep: Callable[[Sequence[GenerateRow]], None],
+) -> list[GenerateRow]:
+    """Each way in turn: a few short requests to warm up, then the fastest of its runs. The first is the plain loop.
+
+    keep: told all rows that there are, after each.
+    """
     warm = Load(load.prompts[:4], (3,) * len(load.prompts[:4]))
     rows: list[GenerateRow] = []
     expected: list[list[int]] | None = None
@@ -264,6 +279,7 @@ def measure(model: Any, load: Load, offered: dict[str, Way], device: Any, *, run
                 raise
             err.print(f"{name}: {type(error).__name__}: {error}")
             rows.append(GenerateRow(name, None, None, None, None, None, None))
+            keep(rows)
             continue
         seconds, cpu, answer, peak = min(took, key=lambda run: run[0])
         expected = expected or answer.token_ids
@@ -273,7 +289,8 @@ def measure(model: Any, load: Load, offered: dict[str, Way], device: Any, *, run
                 same_share(answer.token_ids, expected),
             )
         )  # fmt: skip
-        err.print(f"{name}: {seconds:.2f} s")
+        err.print(f"{name}: {seconds:.2f} s, {load.new_tokens / seconds:.0f} tokens/s")
+        keep(rows)
     return rows
 
 
@@ -305,9 +322,10 @@ def same_share(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
 
 
 def speedups(rows: Sequence[GenerateRow]) -> dict[str, float]:
-    """How many times the tokens a second of each other way ours has."""
-    mine = next(row for row in rows if row.way == "ours")
-    assert mine.seconds is not None
+    """How many times the tokens a second of each other way ours has; none before ours has run."""
+    mine = next((row for row in rows if row.way == "ours" and row.seconds is not None), None)
+    if mine is None or mine.seconds is None:
+        return {}
     return {row.way: row.seconds / mine.seconds for row in rows if row.seconds is not None and row is not mine}
 
 

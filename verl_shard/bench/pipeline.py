@@ -9,12 +9,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.maps import zoo
+from verl_shard.bench.pipeline_checks import Gradients, compare_gradients, estimated_peaks, gradients_words, peaks_table
 from verl_shard.bench.pipeline_one import OneRow, measure_dispatch, measure_update, one_table, why_no_update
 from verl_shard.bench.rates import need_gpu
 from verl_shard.bench.record import tell
@@ -29,18 +30,36 @@ MICRO = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
+class Stepped:
+    """What a step gave: a number for each micro-batch, on its device, and how many were in flight at most."""
+
+    values: Sequence[Any]
+    in_flight: int = 1
+
+
+Step = Callable[[Any, Sequence[Mapping[str, Any]], bool], Stepped]
+"""Takes the model, the micro-batches and whether a backward follows."""
+
+
+@dataclass(frozen=True)
 class Way:
-    """A way to run micro-batches. prepare: lays a model out, in place, in the order in which ways are given. step: takes
-    the model, the micro-batches and whether a backward follows; returns a number for each micro-batch, on its device."""
+    """A way to run micro-batches. prepare: lays a model out, in place, in the order in which ways are given. device_map: its
+    own, whose memory is estimated; None where it is not. kinds, micro: what it is run with, by default all."""
 
     name: str
     prepare: Callable[[Any], object]
-    step: Callable[[Any, Sequence[Mapping[str, Any]], bool], Sequence[Any]]
+    step: Step
+    device_map: Mapping[str, int] | None = None
+    kinds: tuple[str, ...] = KINDS
+    micro: tuple[int, ...] = MICRO
 
 
 @dataclass(frozen=True)
 class PipelineRow:
-    """One way, kind of step and number of micro-batches. Peaks in bytes by GPU; none and no time when it ran out."""
+    """One way, kind of step and number of micro-batches. Peaks in bytes by GPU; none and no time when it ran out.
+
+    in_flight: micro-batches at a time, at most. estimates: of the peaks, where they are estimated.
+    """
 
     way: str
     kind: str
@@ -48,14 +67,17 @@ class PipelineRow:
     seconds: float | None
     peaks: tuple[int, ...]
     loss: float | None
+    in_flight: int = 1
+    estimates: tuple[int, ...] = ()
 
 
 def bench_pipeline(
     *, result: Path | None, model: str = "qwen2-7b", runs: int = 4, gpus: int | None = None, as_json: bool = False
 ) -> list[PipelineRow] | list[OneRow]:
     """Measures a causal model of a model of the zoo's shape, with random weights in bf16, over the first GPUs, by default
-    all; prints a table for each kind of step, or JSON, and writes JSON when `result` is given. On one GPU what is measured
-    is the cost of our dispatch and, where verl is installed, of our engine.
+    all; prints a table for each kind of step, one of the peaks beside their estimates, and how far gradients are from one
+    GPU's; or JSON. JSON goes to `result` too, as soon as there is something: what was measured is there when it is cut off.
+    On one GPU what is measured is the cost of our dispatch and, where verl is installed, of our engine.
 
     Raises ConfigError without a GPU, for more GPUs than there are and for an unknown model.
     """
@@ -78,23 +100,34 @@ def bench_pipeline(
     ids = torch.randint(1, config.vocab_size, BATCH, generator=torch.Generator().manual_seed(1)).to("cuda:0")
     content: dict[str, Any] = {"model": model, "gpus": n_gpus, "batch": BATCH}
     meter = GpusMeter(n_gpus)
+
+    def keep(rows: Sequence[PipelineRow] | Sequence[OneRow]) -> None:
+        content["rows"] = [asdict(row) for row in rows]
+        tell(SCHEMA, content, [], result=result)
+
     rows: list[PipelineRow] | list[OneRow]
     if n_gpus == 1:
-        rows, left_out = on_one(made, ids, "cuda", meter, runs=runs)
+        rows, left_out = on_one(made, ids, "cuda", meter, runs=runs, keep=keep)
         content["left_out"] = left_out
         shown = [one_table(model, BATCH, rows, left_out)]
     else:
         content["device_map"] = device_map = even_map(made, n_gpus)
-        rows = measure(made, ids, ways(device_map), meter, runs=runs)
-        shown = tables(model, rows)
-    content["rows"] = [asdict(row) for row in rows]
+        content["maps"] = maps = offered_maps(config, n_gpus)
+        found = measure(made, ids, ways(device_map, maps), meter, runs=runs, keep=keep)
+        rows = found = with_estimates(config, found, {"": device_map, **maps})
+        content["gradients"] = gradients = asdict(check_gradients(made, ids, device_map))
+        shown = [*tables(model, found), peaks_table(found), gradients_words(Gradients(**gradients))]
+    keep(rows)
     tell(SCHEMA, content, shown, result=result, as_json=as_json)
     return rows
 
 
-def on_one(made: Any, ids: Any, device: str, meter: Any, *, runs: int) -> tuple[list[OneRow], str | None]:
+def on_one(
+    made: Any, ids: Any, device: str, meter: Any, *, runs: int, keep: Callable[[Sequence[OneRow]], None]
+) -> tuple[list[OneRow], str | None]:
     """Both parts on one device, and why the second was left out. The model is then on the host, for the engine to load."""
     rows = measure_dispatch(made, ids, 0 if device == "cuda" else device, meter, runs=runs)
+    keep(rows)
     if (left_out := why_no_update()) is not None:
         return rows, left_out
     with tempfile.TemporaryDirectory(prefix="verl_shard_pipeline_") as folder:
@@ -123,8 +156,30 @@ def even_map(model: Any, n_gpus: int) -> dict[str, int]:
     return placed
 
 
-def ways(device_map: Mapping[str, int]) -> list[Way]:
-    """One GPU, accelerate's dispatch, and ours with as many micro-batches in flight as by default and as there are GPUs."""
+def offered_maps(config: Any, n_gpus: int) -> dict[str, dict[str, int]]:
+    """The maps of build_device_map that are compared, by words: of equal weights, and of the peak of a training step of the
+    most micro-batches, with checkpointing and without."""
+    from verl_shard.mapping.build import build_device_map
+
+    made = {"equal weights": build_device_map(config, n_gpus, purpose="inference", task="causal-lm")}
+    for kind in KINDS[1:]:
+        made[f"training, {kind}"] = build_device_map(
+            config, n_gpus, purpose="training", task="causal-lm", **training_pass(kind, MICRO[-1])
+        )
+    return {name: {key: int(gpu) for key, gpu in placed.items()} for name, placed in made.items()}
+
+
+def training_pass(kind: str, micro_batches: int) -> dict[str, Any]:
+    """Of a micro-batch, in the words of estimate_memory."""
+    return {
+        "batch_size": BATCH[0] // micro_batches, "seq_len": BATCH[1], "precision": "bf16", "loss": "causal-lm",
+        "optimizer": "sgd", "accumulating": True, "gradient_checkpointing": kind == KINDS[2],
+    }  # fmt: skip
+
+
+def ways(device_map: Mapping[str, int], maps: Mapping[str, Mapping[str, int]] | None = None) -> list[Way]:
+    """One GPU, accelerate's dispatch, and ours with as many micro-batches in flight as by default and as there are GPUs; with
+    each other map, the most micro-batches, one at a time and as many in flight as there are GPUs."""
     import accelerate
 
     from verl_shard.runtime.micro_batches import run_micro_batches
@@ -132,28 +187,38 @@ def ways(device_map: Mapping[str, int]) -> list[Way]:
 
     n_gpus = len(set(device_map.values()))
 
-    def ours(in_flight: Any) -> Callable[[Any, Sequence[Mapping[str, Any]], bool], Sequence[Any]]:
-        def step(model: Any, batches: Sequence[Mapping[str, Any]], train: bool) -> Sequence[Any]:
+    def ours(in_flight: Any) -> Step:
+        def step(model: Any, batches: Sequence[Mapping[str, Any]], train: bool) -> Stepped:
             if train:
-                return run_micro_batches(model, batches, in_flight=in_flight).losses
-            made = run_micro_batches(model, batches, lambda o, b: o.loss, in_flight=in_flight, forward_only=True)
-            return made.results
+                ran = run_micro_batches(model, batches, in_flight=in_flight)
+                return Stepped(ran.losses, ran.in_flight)
+            ran = run_micro_batches(model, batches, lambda o, b: o.loss, in_flight=in_flight, forward_only=True)
+            return Stepped(ran.results, ran.in_flight)
 
         return step
 
-    def lay_out(model: Any) -> None:
-        dispatch_model(model, device_map, force_hooks=n_gpus == 1)
+    def lay_out(placed: Mapping[str, int]) -> Callable[[Any], object]:
+        return lambda model: dispatch_model(model, placed, force_hooks=n_gpus == 1)
 
-    return [
-        Way("one GPU", lambda model: None, one_by_one),
+    def plain(model: Any, batches: Sequence[Mapping[str, Any]], train: bool) -> Stepped:
+        return Stepped(one_by_one(model, batches, train))
+
+    offered = [
+        Way("one GPU", lambda model: None, plain, {"": 0}),
         Way(
             "accelerate's dispatch_model",
             lambda model: accelerate.dispatch_model(model, dict(device_map), force_hooks=True),
-            one_by_one,
+            plain,
         ),
-        Way("ours", lay_out, ours("auto")),
-        Way("ours, one in flight a GPU", lay_out, ours(n_gpus)),
+        Way("ours", lay_out(device_map), ours("auto"), device_map),
+        Way("ours, one in flight a GPU", lay_out(device_map), ours(n_gpus), device_map),
     ]
+    for name, placed in (maps or {}).items():
+        kinds = tuple(kind for kind in KINDS[1:] if not name.startswith("training") or name.endswith(f", {kind}"))
+        for number, words in ((1, "one at a time"), (n_gpus, "one in flight a GPU")):
+            of_map = f"ours, map of {name.split(', ')[0]}, {words}"
+            offered.append(Way(of_map, lay_out(placed), ours(number), placed, kinds, MICRO[-1:]))
+    return offered
 
 
 def one_by_one(model: Any, batches: Sequence[Mapping[str, Any]], train: bool) -> Sequence[Any]:
@@ -170,24 +235,66 @@ def one_by_one(model: Any, batches: Sequence[Mapping[str, Any]], train: bool) ->
     return losses
 
 
-def measure(model: Any, ids: Any, offered: Sequence[Way], meter: Any, *, runs: int) -> list[PipelineRow]:
-    """All ways in turn, each with all kinds of steps. ids: (sequences, tokens), divided into micro-batches."""
-    rows = []
+def measure(
+    model: Any, ids: Any, offered: Sequence[Way], meter: Any, *, runs: int, keep: Callable[[list[PipelineRow]], None]
+) -> list[PipelineRow]:
+    """All ways in turn, each with all kinds of steps. ids: (sequences, tokens), divided into micro-batches. keep: told all
+    rows that there are, after each way."""
+    rows: list[PipelineRow] = []
     for way in offered:
         way.prepare(model)
         meter.empty()
-        for kind in KINDS:
+        for kind in way.kinds:
             train = kind != KINDS[0]
             model.train(train)
             if kind == KINDS[2]:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            for n in MICRO[1:] if train else MICRO:
-                batches = [{"input_ids": part, "labels": part, "use_cache": False} for part in ids.chunk(n)]
-                rows.append(_timed(model, way, kind, batches, meter, runs))
+            for n in [n for n in way.micro if n > 1 or not train]:
+                rows.append(_timed(model, way, kind, micro_batches(ids, n), meter, runs))
                 shown = "out of memory" if rows[-1].seconds is None else f"{rows[-1].seconds:.3f} s"
                 err.print(f"{way.name}, {kind}, {n} micro-batches: {shown}")
         model.gradient_checkpointing_disable()
+        keep(rows)
     return rows
+
+
+def micro_batches(ids: Any, n: int) -> list[dict[str, Any]]:
+    return [{"input_ids": part, "labels": part, "use_cache": False} for part in ids.chunk(n)]
+
+
+def with_estimates(
+    config: Any, rows: Sequence[PipelineRow], maps: Mapping[str, Mapping[str, int]]
+) -> list[PipelineRow]:
+    """Training rows with what their peaks were estimated to be. maps: of ours by what their ways say, "" is the first."""
+    made = []
+    for row in rows:
+        placed: Mapping[str, int] | None = {"": 0} if row.way == "one GPU" else None
+        if row.way.startswith("ours"):
+            named = row.way.removeprefix("ours, map of ").split(", ")[0] if "map of" in row.way else ""
+            placed = maps.get(named) or maps[f"{named}, {row.kind}"]
+        if placed is None or row.kind == KINDS[0] or not row.peaks:
+            made.append(row)
+            continue
+        wanted = training_pass(row.kind, row.micro_batches)
+        peaks = estimated_peaks(config, placed, row.in_flight, **wanted)
+        made.append(replace(row, estimates=tuple(peaks.get(gpu, 0) for gpu in range(len(row.peaks)))))
+    return made
+
+
+def check_gradients(model: Any, ids: Any, device_map: Mapping[str, int], *, micro: int = 4) -> Gradients:
+    """Gradients of our pipeline beside those of one GPU, on which the model is in the end."""
+    from verl_shard.runtime.micro_batches import run_micro_batches
+    from verl_shard.runtime.pipeline import dispatch_model
+
+    batches = micro_batches(ids, micro)
+    model.train()
+    dispatch_model(model, device_map)
+
+    def alone() -> object:
+        dispatch_model(model, {"": 0})
+        return one_by_one(model, batches, True)
+
+    return compare_gradients(model, lambda: run_micro_batches(model, batches), alone, micro)
 
 
 def _timed(model: Any, way: Way, kind: str, batches: Sequence[Mapping[str, Any]], meter: Any, runs: int) -> PipelineRow:
@@ -195,7 +302,7 @@ def _timed(model: Any, way: Way, kind: str, batches: Sequence[Mapping[str, Any]]
     import torch
 
     taken = []
-    loss = 0.0
+    loss, in_flight = 0.0, 1
     meter.begin_peak()
     try:
         for _ in range(1 + runs):
@@ -204,14 +311,14 @@ def _timed(model: Any, way: Way, kind: str, batches: Sequence[Mapping[str, Any]]
             made = way.step(model, batches, kind != KINDS[0])
             meter.wait()
             taken.append(time.perf_counter() - began)
-            loss = sum(float(part) for part in made) / len(batches)
+            loss, in_flight = sum(float(part) for part in made.values) / len(batches), made.in_flight
             del made
             model.zero_grad(set_to_none=True)
     except torch.cuda.OutOfMemoryError:
         model.zero_grad(set_to_none=True)
         meter.empty()
         return PipelineRow(way.name, kind, len(batches), None, (), None)
-    return PipelineRow(way.name, kind, len(batches), statistics.median(taken[1:]), meter.peaks(), loss)
+    return PipelineRow(way.name, kind, len(batches), statistics.median(taken[1:]), meter.peaks(), loss, in_flight)
 
 
 def tables(model: str, rows: Sequence[PipelineRow]) -> list[Any]:

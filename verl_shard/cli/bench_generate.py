@@ -14,16 +14,16 @@ def generate(
         str | None,
         typer.Option(help="small, qwen2-1.5b or a model of the zoo; by default qwen2-7b on a GPU, and small without."),
     ] = None,
-    requests: Annotated[int, typer.Option(help="How many requests.", min=2)] = 64,
+    requests: Annotated[int | None, typer.Option(help="How many requests; by default 64.", min=2)] = None,
     longest_prompt: Annotated[
         int | None, typer.Option(help="In tokens; by default 1024 on a GPU, and 256.", min=2)
     ] = None,
     longest_response: Annotated[
-        int | None, typer.Option(help="In tokens; by default 256 on a GPU, and 128.", min=2)
+        int | None, typer.Option(help="In tokens; by default 192 on a GPU, and 128.", min=2)
     ] = None,
     runs: Annotated[int, typer.Option(help="Timed runs of each way; the fastest counts.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Other lengths and prompts are drawn for another seed.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="16 requests, and shorter ones.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter responses; without a GPU also fewer requests.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Tokens/s of responses of mixed lengths: ours, a plain model.generate loop, transformers' continuous batching."""

@@ -26,7 +26,7 @@ def one_token_attention(
     rows, heads, n, _ = query.shape
     groups = heads // key.shape[1]
     shared = attention_mask is None or attention_mask.shape[1] == 1
-    if n != 1 or groups == 1 or not shared:
+    if n != 1 or groups == 1 or not shared or kwargs.get("position_bias") is not None:
         plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

@@ -92,8 +92,12 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         return self.seen
 
-    def get_max_cache_shape(self) -> int:
+    def get_max_length(self) -> int:
         return -1 if self.window is None else self.window
+
+    def get_max_cache_shape(self) -> int:
+        """What transformers before 5.15 asks instead."""
+        return self.get_max_length()
 
     @property
     def nbytes(self) -> int:
