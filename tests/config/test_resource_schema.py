@@ -41,7 +41,9 @@ GOOD = [
 BAD = [
     "actor: {stratgey: fsdp}", "actor: {strategy: vllm}", "rollout: {strategy: fsdp}", "critic: {device_ids: 0}",
     "comm_backend: nncl", "criticc: {}", "nodes: {count: 0}", "colocation: [[actor, judge]]", "timeout_seconds: soon",
-    "rollout: {vllm_args: {gpu_memory_utilization: 1.5}}", "actor: [0, 1]",
+    "rollout: {vllm_args: {gpu_memory_utilization: 1.5}}", "actor: [0, 1]", "actor: {model: 3}", "actor: {model: [x]}",
+    "actor: {gradient_checkpointing: 1}", "actor: {lora_rank: true}", "rollout: {gpu_memory_utilization: true}",
+    "nodes: {host_memory: true}",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl_shard.common.errors import ConfigError, Finding
@@ -158,7 +159,9 @@ def node_faults(nodes: Nodes | None, roles: Mapping[Role, RoleConfig]) -> Iterat
             try:
                 parse(value, f"nodes.{name}")
             except ConfigError as error:
-                yield from error.findings
+                yield from (
+                    replace(fault, fix=fault.fix.replace("--gpu-memory", "nodes.memory")) for fault in error.findings
+                )
     if nodes.gpus is None:
         if nodes.card is not None or nodes.memory is not None:
             yield _fault("how-many", "nodes.gpus", None, "which GPUs, but not how many", "Add gpus: 8")

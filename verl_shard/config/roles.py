@@ -28,9 +28,22 @@ Backend = Literal["device_map", "fsdp", "fsdp2"]
 Offload = Literal["none", "stream", "cpu_offload", "cpu_offload_with_hook", "auto"]
 Logits = Literal["full", "chunked", "fused"]
 Count = Annotated[int, Field(ge=1, strict=True)]
+# Strict: true is no number and 1 is not yes; YAML tells them apart.
+Flag = Annotated[bool, Field(strict=True)]
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+Size = Annotated[int, Field(strict=True)] | str
+
+
+def _devices(value: Any) -> tuple[int, ...] | int | None:
+    found = parse_device_ids(value)
+    if isinstance(found, int) and found < 1:
+        raise ValueError(f"a number is how many GPUs, and {found} of them is none: write [0] for GPU 0, or 1 or more")
+    return found
+
+
 Devices = Annotated[
     tuple[int, ...] | Count | None,
-    BeforeValidator(parse_device_ids, json_schema_input_type=list[int | str] | Count | str | None),
+    BeforeValidator(_devices, json_schema_input_type=list[int | str] | Count | str | None),
 ]
 Strategy = Literal["none", "device_map", "data_parallel", "fsdp", "fsdp2", "vllm", "sglang", "hf"]
 _TRAINED_ONLY = ("optimizer", "gradient_checkpointing", "lora_rank", "optimizer_offload", "offload_policy", "in_flight")
@@ -41,15 +54,13 @@ class VllmArgs:
     """Arguments of the vLLM engine by vLLM's names. None is verl's default."""
 
     tensor_parallel_size: Count | None = Field(default=None, description="GPUs that one engine spans.")
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="Share of a GPU that the engine takes."
-    )
-    enforce_eager: bool | None = Field(default=None, description="Without CUDA graphs: less memory, slower.")
+    gpu_memory_utilization: Share | None = Field(default=None, description="Share of a GPU that the engine takes.")
+    enforce_eager: Flag | None = Field(default=None, description="Without CUDA graphs: less memory, slower.")
     max_model_len: Count | None = Field(default=None, description="Longest sequence, in tokens.")
     max_num_seqs: Count | None = Field(default=None, description="Sequences that are generated at once.")
     max_num_batched_tokens: Count | None = Field(default=None, description="Tokens of one forward of the engine.")
-    enable_prefix_caching: bool | None = Field(default=None, description="Prompts that begin alike are computed once.")
-    enable_chunked_prefill: bool | None = Field(default=None, description="Long prompts are computed in parts.")
+    enable_prefix_caching: Flag | None = Field(default=None, description="Prompts that begin alike are computed once.")
+    enable_chunked_prefill: Flag | None = Field(default=None, description="Long prompts are computed in parts.")
     engine_kwargs: dict[str, Any] | None = Field(
         default=None, description="Any other argument of vLLM's engine, handed on without a check."
     )
@@ -78,7 +89,7 @@ class RoleConfig:
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
         default=None, description="eager holds every score; the others do not."
     )
-    gradient_checkpointing: bool | None = Field(
+    gradient_checkpointing: Flag | None = Field(
         default=None, description="Saves most activation memory, for a third more compute."
     )
     micro_batch_size: Count | None = Field(
@@ -87,28 +98,33 @@ class RoleConfig:
     in_flight: Count | None = Field(
         default=None, description="Micro-batches whose forwards are issued before a backward."
     )
-    lora_rank: Annotated[int, Field(ge=0)] | None = Field(
+    lora_rank: Annotated[int, Field(ge=0, strict=True)] | None = Field(
         default=None, description="Train adapters of this rank: saves the gradients and states of the weights."
     )
     logits: Logits | None = Field(
         default=None, description="fused or chunked log-probabilities never hold tokens x vocabulary at once."
     )
     offload: Offload | None = Field(default=None, description="Keep the weights of a scoring role in host memory.")
-    param_offload: bool | None = Field(
+    param_offload: Flag | None = Field(
         default=None, description="fsdp: weights are in host memory outside of the role's phases."
     )
-    optimizer_offload: bool | None = Field(default=None, description="fsdp: optimizer states too.")
-    offload_policy: bool | None = Field(
+    optimizer_offload: Flag | None = Field(default=None, description="fsdp: optimizer states too.")
+    offload_policy: Flag | None = Field(
         default=None, description="fsdp2: weights, gradients and states stay on the host."
     )
     tensor_parallel_size: Count | None = Field(
         default=None, description="GPUs that one rollout engine spans (vllm, sglang)."
     )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    gpu_memory_utilization: Share | None = Field(
         default=None, description="Share of a GPU that the rollout engine takes (vllm, sglang)."
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, bool | int | float | list | tuple | set | dict):
+            why = "neither the name of a model nor a model"
+            raise ConfigError(
+                Finding("error", "not-a-model", "model", str(self.model), why, "Give a folder or a hub id")
+            )
         self._take_from_vllm_args()
         if self.device_type == "cpu" and self.devices == ():
             object.__setattr__(self, "devices", None)
@@ -167,8 +183,8 @@ class Nodes:
     count: Count = Field(default=1, description="How many machines, all alike.")
     gpus: Count | None = Field(default=None, description="GPUs in each.")
     card: str | None = Field(default=None, description='Which, such as "a100-80g": to plan on another machine.')
-    memory: int | str | None = Field(default=None, description='Or the memory of each, such as "80GiB".')
-    host_memory: int | str | None = Field(default=None, description='RAM of each machine, such as "512GiB".')
+    memory: Size | None = Field(default=None, description='Or the memory of each, such as "80GiB".')
+    host_memory: Size | None = Field(default=None, description='RAM of each machine, such as "512GiB".')
 
 
 @config_class
