@@ -21,7 +21,7 @@ def test_the_pages_are_what_the_results_say(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_readmes_tables_are_made() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {"memory", "stock"} <= {name for name in TABLES if f"<!-- table {name} -->" in text}
+    assert {"memory", "stock", "maps", "training-maps"} <= {name for name in TABLES if f"<!-- table {name} -->" in text}
 
 
 @pytest.fixture
@@ -108,6 +108,25 @@ def test_the_three_tables_of_the_benches(tmp_path: Path) -> None:
     (tmp_path / "h200_elastic.json").write_text(json.dumps({"rows": [row]}))
     made = TABLES["elastic"](tmp_path).splitlines()[2]
     assert made == "| our placement | actor on 0 | 1234 | 2.50 | - | 1.00 | - | stable |"
+
+
+def test_maps_that_came_to_the_same_share_a_row(tmp_path: Path) -> None:
+    even = {"median": 1.0, "p90": 1.0, "worst": 1.0, "empty": 0, "spilled": 0, "feasible": 9}
+    worse = {**even, "median": 1.25, "worst": 3.83149, "spilled": 4}
+    gib = 2**30
+    row = {"words": "small", "weights": [gib, 3 * gib], "peak": [2 * gib, 2 * gib + gib // 4]}
+    record = {
+        "machine": {"packages": {"accelerate": "1.2"}}, "cells": 12, "training": [row],
+        "quality": {"verl_shard": even, "accelerate": worse, 'transformers 5 "auto"': worse, "transformers 6": even},
+    }  # fmt: skip
+    (tmp_path / "maps.json").write_text(json.dumps(record))
+    head, _, *lines = TABLES["maps"](tmp_path).splitlines()
+    assert head.endswith("| leaves a GPU empty (of 12) | spills to the CPU though a split fits (of 9) |")
+    assert lines == [
+        "| verl_shard, transformers 6 | 1.000 | 1.000 | 1.000 | 0 | 0 |",
+        '| accelerate 1.2, transformers 5 "auto" | 1.250 | 1.000 | 3.831 | 0 | 4 |',
+    ]
+    assert TABLES["training-maps"](tmp_path).splitlines()[2] == "| small | 1.0, 3.0 | 2.0, 2.2 |"
 
 
 def test_every_page_is_there() -> None:

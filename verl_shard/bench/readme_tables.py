@@ -93,18 +93,18 @@ def stock(results: Path) -> str:
 def maps(results: Path) -> str:
     """How even maps are, ours and others' over published models; those that came to the same share a row."""
     record = _record(results, "maps")
-    alike: dict[tuple[object, ...], list[str]] = {}
+    alike: dict[tuple[object, ...], tuple[list[str], Mapping[str, Any]]] = {}
     for name, made in record["quality"].items():
-        alike.setdefault(tuple(made.values()), []).append(name)
-    rows = [
-        (", ".join(names), *(f"{of[key]:.3f}" for key in ("median", "p90", "worst")), of["empty"], of["spilled"])
-        for names in alike.values()
-        for of in [record["quality"][names[0]]]
-    ]
-    feasible = {made["feasible"] for made in record["quality"].values()}
+        words = f"{name} {record['machine']['packages']['accelerate']}" if name == "accelerate" else name
+        alike.setdefault(tuple(made.values()), ([], made))[0].append(words)
+    rows = []
+    for names, of in alike.values():
+        ratios = (f"{of[key]:.3f}" for key in ("median", "p90", "worst"))
+        rows.append((", ".join(names), *ratios, of["empty"], of["spilled"]))
+    feasible = next(iter(record["quality"].values()))["feasible"]  # a split fits or not, whoever makes the map
     columns = (
         "maps of", "median", "p90", "worst", f"leaves a GPU empty (of {record['cells']})",
-        f"spills to the CPU though a split fits (of {', '.join(map(str, feasible))})",
+        f"spills to the CPU though a split fits (of {feasible})",
     )  # fmt: skip
     return markdown(columns, rows)
 
