@@ -48,6 +48,43 @@ def test_all_phases_of_a_ppo_step_in_their_order(roomy: Plan) -> None:
     assert all(row.seconds > 0 for row in roomy.phases)
 
 
+def test_what_an_update_leaves_free_is_written_for_the_engine(roomy: Plan, tmp_path: Path) -> None:
+    roomy.save(tmp_path / "plan.yaml")
+    for role in ("actor", "critic"):
+        (row,) = [row for row in roomy.phases if row.phase == f"update_{role}"]
+        free = read_role(tmp_path / "plan.yaml", role)["free"]
+        assert set(free) == {0, 1}
+        # On the fullest all that torch's allocator takes; on the other as large a share of what it gives out.
+        assert free[row.fullest] == roomy.limits[row.fullest] - row.reserved
+        other = 1 - row.fullest
+        taken = row.peaks[other] * row.reserved / row.peaks[row.fullest]
+        assert free[other] == pytest.approx(roomy.limits[other] - taken, abs=1)
+        assert 0 < free[other] <= roomy.limits[other] - row.peaks[other]
+    assert "free" not in read_role(tmp_path / "plan.yaml", "ref")
+    again = Plan.load(tmp_path / "plan.yaml")
+    assert again == roomy
+    tight = replace(roomy, limits=dict.fromkeys(roomy.limits, 1))
+    assert tight.free_beside("actor") == {0: 0, 1: 0}
+
+
+def test_micro_batches_in_flight_are_counted_by_gpu() -> None:
+    """On the first of two GPUs every one in flight, on the last one fewer; each is the estimate of the plan's own map."""
+    actor = {"model": small_qwen2(), "in_flight": 2, "micro_batch_size": 1}
+    made = plan(n=2, workload={"algorithm": "grpo", "kl": "none"}, actor=actor)
+    (row,) = [row for row in made.phases if row.phase == "update_actor"]
+    given = {"batch_size": 1, "seq_len": 512, "loss": "verl-ppo", "task": "causal-lm", "padded": True}
+    device_map = made.roles["actor"].device_map
+    both, one = (
+        estimate_memory(small_qwen2(), accumulating=True, in_flight=n, device_map=device_map, **given).gpus  # type: ignore[arg-type]
+        for n in (2, 1)
+    )
+    workspaces = 2 * cublas_workspace().n_bytes + CUBLAS_LT.n_bytes
+    for gpu, estimate in both.items():
+        assert row.peaks[gpu] - workspaces == pytest.approx(estimate.peak - estimate.workspace, rel=0.02)
+    assert both[0].peak - both[0].workspace > 1.2 * (one[0].peak - one[0].workspace)
+    assert both[1].peak == one[1].peak
+
+
 def test_a_phase_on_one_gpu_is_the_estimate_beside_what_other_roles_keep() -> None:
     """One role alone: the plan's phase is estimate_memory's figure; with a reference its weights come on top."""
     alone = plan(workload={"algorithm": "grpo", "kl": "none"})

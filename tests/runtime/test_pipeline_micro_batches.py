@@ -208,7 +208,9 @@ def test_in_flight_is_what_the_memory_holds_by_a_trace() -> None:
     # Embedding and rotations, 4 layers, norm, head: what the map puts on GPU 0 is the first three.
     devices = list(spec.devices_of(TWO))
     on_0 = sum(size for size, device in zip(sizes, devices, strict=True) if device == 0)
-    on_1 = sum(sizes) - on_0
+    # GPU 1 has copies of the hidden states and of both rotations, the latter of 6 x 16 numbers in one piece of 512 bytes.
+    on_1 = sum(sizes) - on_0 + 4 * 2 * 6 * 64 + 2 * 512
+    assert [made.kept([i for i, at in enumerate(devices) if at == device]) for device in (0, 1)] == [on_0, on_1]
     assert 0 < on_0 < on_1
     for memory, most in (
         ({0: 3 * on_0}, 3),

@@ -13,6 +13,7 @@ import transformers
 from runtime.fake_links import FakeLinks
 from shapes import small_qwen2
 
+from verl_shard.memory.in_flight import issued
 from verl_shard.runtime.micro_batches import run_micro_batches
 from verl_shard.runtime.pipeline import dispatch_model
 
@@ -90,6 +91,17 @@ def test_each_device_has_its_own_order() -> None:
     given = order_of((0, 0, 1, 1), 4, 4)
     assert given[0] == ["F0", "F1", "F2", "F3", "B0", "B1", "B2", "B3"]
     assert given[1] == ["F0", "F1", "F2", "B0", "F3", "B1", "B2", "B3"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "n", "in_flight"), [((0, 1, 2, 3), 5, 4), ((0, 1, 1, 2), 5, 2), ((0, 0, 1, 1), 4, 3)]
+)
+def test_estimates_suppose_the_order_that_is_issued(layers: Sequence[int], n: int, in_flight: int) -> None:
+    supposed: Order = {gpu: [] for gpu in layers}
+    for number, stage in issued(n, len(supposed), in_flight):
+        for gpu in supposed if stage is None else (stage,):
+            supposed[gpu].append(f"{'B' if stage is None else 'F'}{number}")
+    assert order_of(layers, n, in_flight) == supposed
 
 
 def test_as_many_in_flight_as_devices_take_no_longer_than_all() -> None:

@@ -14,7 +14,7 @@ from verl_shard.memory.adapters import with_lora
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import Recording
 from verl_shard.memory.run_pass import record
-from verl_shard.memory.trace import Trace
+from verl_shard.memory.trace import Trace, alone
 from verl_shard.models.spec import ModelSpec
 
 SIZE = 128
@@ -71,7 +71,7 @@ def cached_trace(spec: ModelSpec, module: nn.Module, wanted: PassSpec, described
     """
     described = description_of(module) if described is None else described
     key = None if described is None else (spec, wanted, described)
-    return _traces.get(key, lambda: Trace.of(record(spec, module, wanted), wanted))
+    return _traces.get(key, lambda: Trace.of(record(spec, module, alone(wanted)), wanted))
 
 
 def cached_lora(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from verl_shard.memory.adapters import with_lora
 from verl_shard.memory.allocator import replay
 from verl_shard.memory.cached import cached_trace
 from verl_shard.memory.constants import CUBLAS_LT, cublas_workspace
+from verl_shard.memory.in_flight import Stage
 from verl_shard.memory.passes import PassSpec, pass_spec, within_positions
 from verl_shard.memory.recording import (
     ACTIVATIONS,
@@ -38,6 +39,8 @@ from verl_shard.models.read import read_model
 from verl_shard.models.spec import ModelSpec
 
 SCHEMA = "verl_shard/memory_estimate/1"
+_REPLAYED = 4
+"""Micro-batches in flight that are replayed at most, unless there are more stages; what more of them keep is added."""
 _PHASES = {"train": "training", "forward": "a forward pass", "generate": "generation"}
 
 
@@ -109,7 +112,8 @@ def estimate_memory(
 
     model: a hub id or folder (config.json only), a PretrainedConfig, or a module, which is not changed.
     phase: "train" is a step of training, "forward" a pass without gradients, "generate" the prompt and the new tokens.
-    device_map: names to GPUs, as from build_device_map; the estimate is then made for each.
+    device_map: names to GPUs, as from build_device_map; the estimate is then made for each. Of the micro-batches in flight
+        later GPUs have fewer than the first, in the order in which our pipeline issues them.
     task: of an id, folder or configuration: "causal-lm", "reward", "process-reward" or "value".
     pass_fields: batch_size, seq_len, precision, optimizer, gradient_checkpointing, attn_implementation, lora_rank,
         logits_to_keep, new_tokens, loss, packed, in_flight and others: see PassSpec.
@@ -139,25 +143,41 @@ def estimate_memory(
         why = f"{', '.join(offloaded[:3])} would be off the GPUs, which is not estimated"
         raise config_error("offloaded", "device_map", None, why, "Give a map to GPUs alone")
     path = spec.devices_of(parsed)
+    order = {gpu: number for number, gpu in enumerate(dict.fromkeys(path))}
+    stages = [order[gpu] for gpu in path]
     gpus = {
-        gpu: of_blocks(spec, traced, wanted, what, [i for i, at in enumerate(path) if at == gpu])
-        for gpu in dict.fromkeys(path)
+        gpu: of_blocks(spec, traced, wanted, what, [i for i, at in enumerate(path) if at == gpu], stages)
+        for gpu in order
     }
     fullest = max(gpus.values(), key=lambda estimate: estimate.peak)
     return MemoryEstimate(**{**vars(fullest), "gpus": gpus})
 
 
-def of_blocks(spec: ModelSpec, traced: Trace, wanted: PassSpec, what: str, blocks: Collection[int]) -> MemoryEstimate:
-    """The estimate of a GPU that holds these blocks."""
-    static, states, events = traced.events_of(blocks)
+def of_blocks(
+    spec: ModelSpec,
+    traced: Trace,
+    wanted: PassSpec,
+    what: str,
+    blocks: Collection[int],
+    stages: Sequence[int] | None = None,
+) -> MemoryEstimate:
+    """The estimate of a GPU that holds these blocks. stages: the GPU of each block, numbered as the model runs through
+    them; by default one has all."""
+    stage = Stage() if stages is None else Stage(min(stages[i] for i in blocks), max(stages) + 1)
+    replayed_at_once = min(wanted.in_flight, max(stage.of, _REPLAYED))
+    static, states, events = traced.events_of(blocks, stages, in_flight=replayed_at_once)
     steps = 3 if wanted.phase == "train" else 2
     replayed = replay(static, states, events, steps=steps, workspaces=_workspaces(traced))
-    more = max(wanted.in_flight - 2, 0) * int(traced.recording.kept[list(blocks)].sum())
-    phases = {
-        name: peak + (more if name in ("forward", "backward") else 0) for name, peak in replayed.phase_peaks.items()
-    }
+    rest = (
+        wanted.in_flight - replayed_at_once
+    )  # beyond as many as there are stages each GPU keeps one more for each more
+    more = rest * traced.kept(blocks) if rest else 0
+    phases: dict[str, int] = {}
+    for name, peak in replayed.phase_peaks.items():
+        phase = name.partition(" ")[0]  # "forward 1" is that of the second micro-batch
+        phases[phase] = max(phases.get(phase, 0), peak + (more if phase in ("forward", "backward") else 0))
     peak = max(phases.values())
-    kinds = traced.kinds_at_peak(blocks)
+    kinds = traced.kinds_at_peak(blocks, stage)
     forward = max(phases.get(name, 0) for name in ("forward", "prefill", "decode"))
     return MemoryEstimate(
         model=spec.name,

@@ -14,6 +14,10 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache
 """What a storage is, by its index here."""
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, KV_CACHE = range(len(KINDS))
 
+LOSS = "loss"
+"""A mark within the forward: the model is done, and what follows makes the loss of what it returned. A pipeline does that
+only when the micro-batch's backward is next."""
+
 NO_PRODUCT, PRODUCT, PRODUCT_WITH_BIAS = range(3)
 """Whether a matrix product made a storage: a thread's first of each kind makes a workspace, see memory/constants.py."""
 

@@ -3,21 +3,24 @@
 No device is known here. What block b has allocated is on the GPU that holds b, whichever that is; a tensor that one
 block makes and another reads is on both GPUs when they differ. So the memory of the GPU that holds blocks i..j-1 is
 over time a difference of prefix sums over blocks, plus what crosses in, and its peak the largest value of that.
+
+One micro-batch is recorded. Of several in flight those that wait for their backward keep what the one keeps between its
+forward and its backward; how many of them a GPU has, its place in the pipeline says (memory/in_flight.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 from torch import nn
 
+from verl_shard.memory.in_flight import Stage, issued
 from verl_shard.memory.passes import PassSpec
-from verl_shard.memory.recording import GRADIENTS, KINDS, OPTIMIZER, Recording
+from verl_shard.memory.recording import ACTIVATIONS, GRADIENTS, KINDS, LOGITS, LOSS, OPTIMIZER, Recording
 from verl_shard.memory.run_pass import record
 from verl_shard.models.spec import ModelSpec
 
@@ -28,7 +31,16 @@ def trace(spec: ModelSpec, module: nn.Module, wanted: PassSpec) -> Trace:
     module: on meta or with weights; it is not changed and none of its weights is read.
     Raises ConfigError when its forward cannot be traced.
     """
-    return Trace.of(record(spec, module, wanted), wanted)
+    return Trace.of(record(spec, module, alone(wanted)), wanted)
+
+
+def alone(wanted: PassSpec) -> PassSpec:
+    """The pass that is recorded: of one micro-batch, however many are in flight."""
+    return replace(wanted, in_flight=1)
+
+
+Event = tuple[str, int, int]
+"""(phase, storage, size), with size -1 for a release."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +57,12 @@ class _Crossing:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Bytes that each block holds, at each point in time that can be a peak.
+    """Bytes that each block holds, at each point in time that can be a peak, of one micro-batch after the other.
 
     live: (rows, blocks), bytes. kinds: (rows, blocks, len(KINDS)), the same by what it is.
     phases: the rows at which "forward", "backward" and "optimizer" begin.
     flops: (forward, backward) of each block.
+    in_flight: of the pass. waiting: the row at which a micro-batch waits for its turn, all of its forward done.
     """
 
     live: np.ndarray
@@ -59,6 +72,9 @@ class Trace:
     crossings: tuple[_Crossing, ...]
     recording: Recording
     accumulating: bool = False
+    in_flight: int = 1
+    waiting: int = 0
+    _peaks: dict[Stage, np.ndarray] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, recording: Recording, wanted: PassSpec) -> Trace:
@@ -71,11 +87,7 @@ class Trace:
         kinds = np.zeros((len(rows), n_blocks, len(KINDS)), dtype=np.int64)
         np.add.at(kinds, (row_of_event, recording.owners[numbers], recording.kinds[numbers]), deltas)
         kinds = kinds.cumsum(axis=0)
-        more = max(wanted.in_flight - 2, 0)
-        if more:
-            # Two were run; each more keeps the same until the backward, whose first part is the peak.
-            until = phase_rows.get("optimizer", len(rows))
-            kinds[phase_rows["forward"] : until, :, KINDS.index("activations")] += more * recording.kept
+        loss_row = phase_rows.pop(LOSS, phase_rows.get("backward", 1))
         if wanted.accumulating and "optimizer" in phase_rows:
             # Gradients are there from the first micro-batch on; those of another are added to them and gone.
             step = phase_rows["optimizer"]
@@ -88,18 +100,33 @@ class Trace:
             crossings=_crossings(recording, row_of_event, len(rows)),
             recording=recording,
             accumulating=wanted.accumulating,
+            in_flight=wanted.in_flight,
+            waiting=loss_row - 1,
         )
 
     @property
     def n_blocks(self) -> int:
         return int(self.live.shape[1])
 
-    @cached_property
+    @property
     def peaks(self) -> np.ndarray:
-        """(blocks, blocks + 1): at [i, j] the peak in bytes of a GPU that holds blocks i..j-1. Zero for j <= i."""
-        n_rows, n = self.live.shape
+        """(blocks, blocks + 1): at [i, j] the peak in bytes of a GPU that holds blocks i..j-1, and every micro-batch in
+        flight. Zero for j <= i."""
+        return self.peaks_at(Stage())
+
+    def peaks_at(self, stage: Stage) -> np.ndarray:
+        """The same of a GPU with that place in the pipeline. Not to be changed."""
+        stage = Stage() if self.in_flight == 1 else stage
+        if stage not in self._peaks:
+            made = [self._peaks_of(moment) for moment in self._moments(stage)]
+            self._peaks[stage] = made[0] if len(made) == 1 else np.maximum(*made)
+        return self._peaks[stage]
+
+    def _peaks_of(self, moment: _Moment) -> np.ndarray:
+        live = moment.kinds.sum(axis=2)
+        n_rows, n = live.shape
         before = np.zeros((n_rows, n + 1), dtype=np.int64)
-        np.cumsum(self.live, axis=1, out=before[:, 1:])
+        np.cumsum(live, axis=1, out=before[:, 1:])
         peaks = np.zeros((n, n + 1), dtype=np.int64)
         read_by: dict[int, list[tuple[int, int]]] = defaultdict(list)
         made_by: dict[int, list[int]] = defaultdict(list)
@@ -107,15 +134,19 @@ class Trace:
             made_by[crossing.owner].append(index)
             for block, row in crossing.users:
                 read_by[block].append((index, row))
+        of_others = slice(self.phases.get("forward", 0), self.phases.get("optimizer", n_rows))
         for i in range(n):
             copies = np.zeros(n_rows, dtype=np.int64)
             since: dict[int, int] = {}
+            others = moment.at_head if i == 0 else moment.others  # the first GPU reads only what its head is given
             for j in range(i + 1, n + 1):
                 block = j - 1
                 for index in made_by[block]:
                     if index in since:
                         crossing = self.crossings[index]
-                        copies[since.pop(index) : crossing.end] -= crossing.size
+                        row = since.pop(index)
+                        copies[row : crossing.end] -= crossing.size
+                        copies[of_others] -= others * self._waits(row, crossing)
                 for index, row in read_by[block]:
                     crossing = self.crossings[index]
                     if i <= crossing.owner < j:
@@ -123,74 +154,154 @@ class Trace:
                     until = since.get(index, crossing.end)
                     if row < until:
                         copies[row:until] += crossing.size
+                        waited = self._waits(since[index], crossing) if index in since else 0
+                        copies[of_others] += others * (self._waits(row, crossing) - waited)
                         since[index] = row
                 peaks[i, j] = (before[:, j] - before[:, i] + copies).max()
         return peaks
 
-    def peak(self, i: int, j: int) -> int:
-        """The peak, in bytes, of a GPU that holds blocks i..j-1."""
-        return int(self.peaks[i, j])
+    def _waits(self, row: int, crossing: _Crossing) -> int:
+        """Bytes of a copy that is there from `row` on, while its micro-batch waits for its backward."""
+        return crossing.size if row <= self.waiting < crossing.end else 0
 
-    def kinds_at_peak(self, blocks: Collection[int]) -> list[int]:
+    def peak(self, i: int, j: int, stage: Stage = Stage()) -> int:  # noqa: B008 - frozen
+        """The peak, in bytes, of a GPU that holds blocks i..j-1."""
+        return int(self.peaks_at(stage)[i, j])
+
+    def kept(self, blocks: Collection[int], *, with_loss: bool = False) -> int:
+        """Bytes that a micro-batch keeps on a GPU with these blocks while it waits for its turn, what was copied there
+        included. with_loss: when its loss is made too, and its backward is next."""
+        mine = set(blocks)
+        copied = (
+            self._waits(min(row for block, row in crossing.users if block in mine), crossing)
+            for crossing in self.crossings
+            if crossing.owner not in mine and any(block in mine for block, _ in crossing.users)
+        )
+        row = self.phases["backward"] - 1 if with_loss else self.waiting
+        return int(self._kept_at(row)[list(mine)].sum()) + sum(copied)
+
+    def _kept_at(self, row: int) -> np.ndarray:
+        """(blocks, kinds): what a micro-batch has then, without copies."""
+        made: np.ndarray = self.kinds[row] - self.kinds[self.phases["forward"] - 1]
+        made[:, [kind for kind in range(len(KINDS)) if kind not in (ACTIVATIONS, LOGITS)]] = 0
+        return made
+
+    def _moments(self, stage: Stage) -> list[_Moment]:
+        """When a GPU may be fullest: as many wait as ever do; or one fewer, and there are gradients."""
+        there, n = stage.kept(self.in_flight), self.in_flight
+        if n == 1 or "backward" not in self.phases:
+            return [_Moment(self.kinds, 0, 0)]
+        last = Stage(stage.of - 1, stage.of).kept(n)
+        if self.accumulating or there < n:  # a backward has been before a forward comes
+            return [self._moment(there - 1, last - 1, "forward")]
+        return [self._moment(there - 1, last - 1, None), self._moment(there - 2, min(last, n - 1) - 1, "backward")]
+
+    def _moment(self, others: int, at_head: int, gradients_from: str | None) -> _Moment:
+        """The rows of a micro-batch, beside others that wait. at_head: of those, what waits with logits."""
+        kinds, kept = self.kinds.copy(), self._kept_at(self.waiting)
+        step = self.phases.get("optimizer", len(kinds))
+        rows = slice(self.phases["forward"], step)
+        kinds[rows, :, ACTIVATIONS] += others * kept[:, ACTIVATIONS]
+        kinds[rows, :, LOGITS] += at_head * kept[:, LOGITS]
+        if gradients_from is not None:
+            kinds[self.phases[gradients_from] : step, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS]
+        return _Moment(kinds, others, at_head)
+
+    def kinds_at_peak(self, blocks: Collection[int], stage: Stage = Stage()) -> list[int]:  # noqa: B008 - frozen
         """Bytes of each kind in KINDS when a GPU that holds these blocks is fullest."""
-        held = self.kinds[:, list(blocks)].sum(axis=1)
+        held = np.concatenate([moment.kinds[:, list(blocks)].sum(axis=1) for moment in self._moments(stage)])
         sizes: list[int] = held[held.sum(axis=1).argmax()].tolist()
         return sizes
 
-    def events_of(self, blocks: Collection[int]) -> tuple[list[int], list[int], list[tuple[str, int, int]]]:
+    def events_of(
+        self, blocks: Collection[int], stages: Sequence[int] | None = None, *, in_flight: int | None = None
+    ) -> tuple[list[int], list[int], list[Event]]:
         """What a GPU that holds these blocks allocates and releases: sizes of what is there before, sizes of the
-        optimizer's states, and the pass as (phase, storage, size), with size -1 for a release.
+        optimizer's states, and a step of as many micro-batches as there are in flight, one more when accumulating.
 
-        A copy of what another GPU made is a storage of its own, from the first time that it is read here.
+        Those after the first have their number in the name of the phase: "forward 1". A copy of what another GPU made is a
+        storage of its own, from the first time that it is read here.
+
+        stages: of each block; by default one GPU has all. in_flight: other than that of the pass.
         """
         r = self.recording
         mine = np.isin(r.owners, list(blocks))
         before = [int(event) - 1 for event in r.events[: r.n_static] if event > 0 and mine[event - 1]]
         states = [int(r.sizes[number]) for number in before if r.kinds[number] == OPTIMIZER]
         static = [int(r.sizes[number]) for number in before if r.kinds[number] != OPTIMIZER]
-        copied: dict[int, list[int]] = defaultdict(list)
+        parts = self._parts(blocks, mine, [0] * self.n_blocks if stages is None else stages)
+        if "backward" not in self.phases:
+            return static, states, [event for part in parts.values() for event in part]
+        n_stages = 1 if stages is None else max(stages) + 1
+        n = self.in_flight if in_flight is None else in_flight
+        events: list[Event] = []
+        for number, stage in issued(n + self.accumulating, n_stages, n):
+            for name in ("backward",) if stage is None else (stage,):
+                events += self._of_micro_batch(parts.get(name, []), number)
+        return static, states, events + parts.get("optimizer", [])
+
+    def _parts(self, blocks: Collection[int], mine: np.ndarray, stages: Sequence[int]) -> dict[str | int, list[Event]]:
+        """Of one micro-batch: its forward by stage, then by phase; its loss is with its backward."""
+        r = self.recording
+        copied: dict[int, list[tuple[int, int]]] = defaultdict(list)
         seen: set[int] = set()
         for at, number, block in r.uses:
             if block in blocks and not mine[number] and number not in seen:
                 seen.add(number)
-                copied[at].append(number)
+                copied[at].append((number, block))
         names = {at: name for name, at in r.marks}
-        events: list[tuple[str, int, int]] = []
-        phase = ""
         offset = len(r.sizes)  # copies are numbered after all storages
+        parts: dict[str | int, list[Event]] = defaultdict(list)
+        phase, key, stage = "", "", 0
         for at in range(r.n_static, len(r.events) + 1):
             if at in names:
-                phase = names[at]
-                events.append((phase, -1, 0))  # a phase that allocates nothing is one too: the fused optimizer's
+                key = "backward" if names[at] == LOSS else names[at]
+                if names[at] != LOSS:
+                    phase, stage = names[at], 0
+                    # A phase that allocates nothing is one too: the fused optimizer's.
+                    parts[stage if key == "forward" else key].append((phase, -1, 0))
             if at == len(r.events):
                 break
-            for number in copied.get(at, ()):
-                events.append((phase, offset + number, int(r.sizes[number])))
+            for number, block in copied.get(at, ()):
+                stage = max(stage, stages[block])
+                parts[stage if key == "forward" else key].append((phase, offset + number, int(r.sizes[number])))
+            stage = max(stage, stages[int(r.actors[at])])
             event = int(r.events[at])
             number = abs(event) - 1
             if mine[number]:
-                events.append((phase, number, int(r.sizes[number]) if event > 0 else -1))
+                entry = (phase, number, int(r.sizes[number]) if event > 0 else -1)
             elif event < 0 and number in seen:
-                events.append((phase, offset + number, -1))
-        return static, states, self._of_two(events) if self.accumulating else events
+                entry = (phase, offset + number, -1)
+            else:
+                continue
+            parts[stage if key == "forward" else key].append(entry)
+        return parts
 
-    def _of_two(self, events: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """A step of two micro-batches: forward and backward again, in which a gradient is added to the first and gone."""
-        n = 2 * len(self.recording.sizes)
-        ends = next((at for at, event in enumerate(events) if event[0] == "optimizer"), len(events))
-        again: list[tuple[str, int, int]] = []
-        for phase, number, size in events[:ends]:
-            again.append((phase, number if number < 0 else n + number, size))
-            if size > 0 and number < len(self.recording.kinds) and self.recording.kinds[number] == GRADIENTS:
-                again.append((phase, n + number, -1))
-        return [*events[:ends], *again, *events[ends:]]
+    def _of_micro_batch(self, part: Sequence[Event], number: int) -> Iterator[Event]:
+        """The part of that micro-batch. Its gradients, but for the first one's, are added to those that are there, and gone."""
+        first = 2 * len(self.recording.sizes) * number
+        for phase, storage, size in part:
+            named = f"{phase} {number}" if number else phase
+            yield named, storage if storage < 0 else first + storage, size
+            of_parameter = storage < len(self.recording.kinds) and self.recording.kinds[storage] == GRADIENTS
+            if number and size > 0 and of_parameter:
+                yield named, first + storage, -1
 
     @property
     def phase_peaks(self) -> dict[str, int]:
         """The peak of each phase on one GPU that holds all, what it begins with included."""
         starts = [*sorted(self.phases.items(), key=lambda item: item[1]), ("", len(self.live))]
-        total = self.live.sum(axis=1)
+        total = np.max([moment.kinds.sum(axis=(1, 2)) for moment in self._moments(Stage())], axis=0)
         return {name: int(total[max(at - 1, 0) : end].max()) for (name, at), (_, end) in pairwise(starts)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Moment:
+    """kinds: as of a Trace, with what waits on a GPU. others: micro-batches that wait; at_head: where the logits are."""
+
+    kinds: np.ndarray
+    others: int
+    at_head: int
 
 
 def _rows(recording: Recording) -> tuple[np.ndarray, dict[str, int]]:

@@ -18,6 +18,7 @@ from verl_shard.mapping.costs import Cost, inference_cost, peak_cost
 from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.memory.constants import CUBLAS_LT, CUDA_CONTEXT, cublas_workspace
 from verl_shard.memory.estimate import of_blocks
+from verl_shard.memory.in_flight import Stage
 from verl_shard.memory.recorder import ROUND
 from verl_shard.memory.recording import OPTIMIZER, PRODUCT_WITH_BIAS, WEIGHTS
 from verl_shard.memory.trace import Trace
@@ -59,6 +60,15 @@ class Placed:
     runs: Mapping[int, Run]
     resident: Mapping[int, int]
     """Bytes on each GPU between the role's phases: weights, and optimizer states of a trained role."""
+
+    @property
+    def stages(self) -> list[int]:
+        """Of each Block the number of its GPU, in the order in which the model runs through them."""
+        return [number for number, (first, end) in enumerate(self.runs.values()) for _ in range(first, end)]
+
+    def stage_of(self, gpu: int) -> Stage:
+        """The GPU's place in the pipeline of a role's micro-batches in flight."""
+        return Stage(list(self.runs).index(gpu), len(self.runs))
 
     @property
     def device_map(self) -> DeviceMap:
@@ -121,7 +131,7 @@ class Layouts:
         if role in TRAINED:
             traced = self.models.trace(own, wanted)
             spec, _ = self.models.adapted(own, wanted)
-            cost = replace(peak_cost(traced, wanted), of=self._highest(role, own, traced))
+            cost = replace(peak_cost(traced, wanted), of=self._highest(role, own, traced, len(devices)))
             held = traced.kinds[0, :, [WEIGHTS, OPTIMIZER]].sum(axis=0)
         else:
             spec, module = self.models.read(own, wanted.weight_dtype)
@@ -136,11 +146,14 @@ class Layouts:
         self._cuts[key] = Placed(role, spec, cost, used, resident)
         return self._cuts[key]
 
-    def _highest(self, role: Role, own: RoleConfig, update: Trace) -> Callable[[int, int], float]:
-        """For Blocks i..j-1 the largest peak of all phases that run on a trained role's module, with its states."""
+    def _highest(self, role: Role, own: RoleConfig, update: Trace, n_gpus: int) -> Callable[[int, int], float]:
+        """For Blocks i..j-1 the largest peak of all phases that run on a trained role's module, with its states.
+
+        A run in the middle is taken for the second GPU's, which keeps the most micro-batches of those there.
+        """
         states = np.concatenate([[0], update.kinds[0, :, OPTIMIZER].cumsum()])
         kept = states[None, :] - states[:-1, None]
-        highest = update.peaks
+        highest = _peaks_over(update, n_gpus)
         for phase in PHASES_OF[role][:-1]:
             scored = self.models.trace(own, pass_of(phase, own, self.workload)).peaks
             highest = np.maximum(highest, np.where(scored > 0, scored + kept, 0))
@@ -185,7 +198,10 @@ class Layouts:
             traced = self.models.trace(own, wanted)
             workspace = _workspaces(traced)
             self._peaks[key] = {
-                gpu: traced.peak(*run) + workspace + self.untouched(phase, traced, held, gpu) - streamed(own, traced)
+                gpu: traced.peak(*run, held.stage_of(gpu))
+                + workspace
+                + self.untouched(phase, traced, held, gpu)
+                - streamed(own, traced)
                 for gpu, run in held.runs.items()
             }
         return self._peaks[key]
@@ -210,9 +226,21 @@ class Layouts:
             wanted = pass_of(phase, own, self.workload)
             traced = self.models.trace(own, wanted)
             spec, _ = self.models.adapted(own, wanted)
-            made = of_blocks(spec, traced, wanted, phase, range(*held.runs[gpu]))
+            stages = held.stages if wanted.phase == "train" else None
+            made = of_blocks(spec, traced, wanted, phase, range(*held.runs[gpu]), stages)
             self._reserved[key] = made.reserved + self.untouched(phase, traced, held, gpu) - streamed(own, traced)
         return others + self._reserved[key]
+
+
+def _peaks_over(traced: Trace, n_gpus: int) -> np.ndarray:
+    """As Trace.peaks of runs over so many GPUs: a run that begins the model is the first's, one that ends it the last's."""
+    if traced.in_flight == 1 or n_gpus == 1:
+        return traced.peaks
+    made = traced.peaks_at(Stage(1, n_gpus)).copy()
+    made[:, -1] = traced.peaks_at(Stage(n_gpus - 1, n_gpus))[:, -1]
+    made[0] = traced.peaks_at(Stage(0, n_gpus))[0]
+    made[0, -1] = traced.peak(0, traced.n_blocks)
+    return made
 
 
 def _allocated(spec: ModelSpec) -> np.ndarray:

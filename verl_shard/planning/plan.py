@@ -133,6 +133,19 @@ class Plan:
             if own.device_map is not None
         }
 
+    def free_beside(self, role: str) -> dict[int, int] | None:
+        """Bytes that stay free on each GPU of a trained role at the peak of its update; None of other roles, and of those
+        without a device map.
+
+        The engine fills them with more micro-batches in flight. What torch's allocator takes is more than it gives out:
+        here by as much on each GPU as on the fullest.
+        """
+        own, row = self.roles[role], next((p for p in self.phases if p.phase == f"update_{role}"), None)
+        if own.device_map is None or own.loads is None or row is None:
+            return None
+        given, taken = row.peaks[row.fullest], max(row.reserved, row.peaks[row.fullest])
+        return {gpu: max(0, self.limits[gpu] - -(-row.peaks[gpu] * taken // given)) for gpu in own.loads}
+
     def report(self, width: int = 100) -> str:
         """Tables for people: memory by step phase and GPU, the verdict, remedies, offload advice, roles."""
         from verl_shard.planning.report import report
@@ -146,8 +159,11 @@ class Plan:
         draw(self, Path(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """What `save` writes: plain values, opening with the schema."""
+        """What `save` writes: plain values, opening with the schema. A trained role's "free" is for the engine."""
         plain: dict[str, Any] = _plain({**asdict(self), "inventory": self.inventory.to_dict()})
+        for role, entry in plain["roles"].items():
+            if (free := self.free_beside(role)) is not None:
+                entry["free"] = free
         return {"schema": SCHEMA, **plain}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -176,10 +192,7 @@ class Plan:
             given = {name: value for name, value in record.items() if name != "schema"}
             given["inventory"] = Inventory.from_dict(given["inventory"])
             given["workload"] = Workload(**given["workload"])
-            given["roles"] = {
-                role: PlannedRole(**{**own, "devices": tuple(own["devices"]), "chosen": tuple(own["chosen"])})
-                for role, own in given["roles"].items()
-            }
+            given["roles"] = {role: _role(own) for role, own in given["roles"].items()}
             given["phases"] = tuple(
                 PlannedPhase(**{**row, "unmeasured": tuple(row["unmeasured"])}) for row in given["phases"]
             )
@@ -190,6 +203,11 @@ class Plan:
         except (KeyError, TypeError, AttributeError) as error:
             why = f"a field is missing or wrong ({error})"
             raise config_error("not-a-plan", where, None, why, "Give what Plan.save wrote") from error
+
+
+def _role(own: Mapping[str, Any]) -> PlannedRole:
+    fields = {name: value for name, value in own.items() if name != "free"}  # follows from the rest of the plan
+    return PlannedRole(**{**fields, "devices": tuple(own["devices"]), "chosen": tuple(own["chosen"])})
 
 
 def _plain(value: Any) -> Any:

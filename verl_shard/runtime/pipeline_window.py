@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from verl_shard.memory.in_flight import Stage, last_stage
 from verl_shard.memory.trace import Trace
 from verl_shard.models.read import read_model
 from verl_shard.runtime.pipeline_hooks import RootHook
@@ -28,10 +29,14 @@ def in_flight_that_fits(
     devices: of each Block that was traced, in their order. memory: by device; those it does not name hold any number.
     beside_one: memory is what is left beside one micro-batch at a time.
     """
-    kept: dict[Any, int] = dict.fromkeys(devices, 0)
-    for device, size in zip(devices, trace.recording.kept.tolist(), strict=True):
-        kept[device] += size
-    return _most(kept, {d: memory[d] + beside_one * kept[d] for d in kept if d in memory}, 2**31)
+    blocks = {device: [i for i, at in enumerate(devices) if at == device] for device in dict.fromkeys(devices)}
+    kept = {device: trace.kept(held) for device, held in blocks.items()}
+    limits = {}
+    for device in kept.keys() & memory.keys():
+        # The one whose backward is next has its loss too, which those behind it have not.
+        one = kept[device] if beside_one else kept[device] - trace.kept(blocks[device], with_loss=True)
+        limits[device] = memory[device] + one
+    return _most(kept, limits, 2**31)
 
 
 def _most(kept: Mapping[Any, int], limits: Mapping[Any, int], most: int) -> int:
@@ -39,10 +44,7 @@ def _most(kept: Mapping[Any, int], limits: Mapping[Any, int], most: int) -> int:
     fits = most
     for stage, device in enumerate(kept):
         if device in limits and kept[device]:
-            # A stage holds as many as there are, but for those that have not come so far when an earlier one's backward is
-            # given: min(number, stages - stage + max(0, number - stages)). The largest number for which that is n:
-            n = limits[device] // kept[device]
-            fits = min(fits, n + stage if n >= len(kept) - stage else n)
+            fits = min(fits, Stage(stage, len(kept)).in_flight(limits[device] // kept[device]))
     return max(1, fits)
 
 
@@ -110,7 +112,7 @@ class Window:
 
     def stage(self, ahead: int) -> int:
         """The last stage that a micro-batch runs before the backward of the one that is so many before it."""
-        return max(0, min(self._stages - 1, self._stages - 1 - ahead + max(0, self.number - self._stages)))
+        return last_stage(ahead, self._stages, self.number)
 
     @contextmanager
     def counting(self, kept: dict[Any, int] | None = None) -> Iterator[dict[Any, int]]:
