@@ -93,6 +93,35 @@ def test_what_a_config_has_not_is_refused_by_name() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("given", [None, [], "x", {"topology": None}, {"topology": []}])
+def test_what_is_no_topology(given: Any) -> None:
+    assert "no clusters, device_pools and models" in faults(from_topology, given)["topology"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "why"),
+    [
+        ([(1, 5), (1, 5)], "topology.device_pools.1.nnodes", "5 to 9, which are on 2 nodes"),
+        ([(1, 4), (2, 8)], "topology.device_pools.1.nnodes", "4 to 19, which are on 3 nodes"),
+        ([(2, 8), (1, 4), (1, 4)], "topology.device_pools.2.name", "no model is on it"),
+    ],
+)
+def test_pools_that_a_config_cannot_say(sizes: list[tuple[int, int]], where: str, why: str) -> None:
+    """None is made into GPUs of two machines where it asks for one, and none is lost."""
+    pools = [
+        {"name": name, "cluster": "default", "nnodes": nodes, "n_gpus_per_node": gpus}
+        for name, (nodes, gpus) in zip(("train_pool", "infer_pool", "more"), sizes, strict=False)
+    ]
+    found = faults(from_topology, {**APART, "device_pools": pools})
+    assert list(found) == [where]
+    assert why in found[where]
+    if where.endswith("nnodes"):  # the other way round they are whole nodes, or parts of one
+        turned = from_topology(
+            {**APART, "device_pools": [{**pools[0], "n_gpus_per_node": 8}, {**pools[1], "nnodes": 1}]}
+        )
+        assert turned.actor.devices == tuple(range(8))
+
+
 ARTICLE = {
     "actor": {"device_type": "cuda", "device_ids": [0, 1], "strategy": "fsdp"},
     "reward": {"device_ids": [2], "strategy": "none"},
@@ -115,7 +144,8 @@ def test_what_a_topology_has_not_is_refused_by_name() -> None:
         "comm_backend", "timeout_seconds", "nodes.card",
     ]  # fmt: skip
     assert 'leave_out=["strategy"]' in found["actor.strategy"]
-    elsewhere = ("strategy", "vllm_args", "gpu_memory_utilization", "comm_backend", "timeout_seconds", "card")
+    assert "rollout.vllm_args = enforce_eager:" in found["rollout.vllm_args"]
+    elsewhere = ("strategy", "vllm_args", "comm_backend", "timeout_seconds", "card")
     made = to_topology(config, leave_out=elsewhere)["topology"]
     assert made["clusters"] == [{"name": "default", "nnodes": 1, "n_gpus_per_node": 4}]
     assert made["device_pools"] == [

@@ -44,7 +44,7 @@ def role_faults(role: Role, own: RoleConfig) -> Iterator[Finding]:
     strategy, n = own.strategy, n_gpus(own)
     if strategy is not None and strategy not in STRATEGIES[role]:
         why, fix = _WHY_NOT.get(strategy, ("", "")) if role in TRAINED else ("", "")
-        why = why or f"a {role} does not have it"
+        why = why or f"{'an' if role == 'actor' else 'a'} {role} does not have it"
         yield _fault("strategy", "strategy", strategy, why, fix or f"Use one of {', '.join(STRATEGIES[role])}")
         return
     if strategy in _ON_GPUS_ONLY and own.device_type == "cpu":

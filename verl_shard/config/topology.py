@@ -6,15 +6,15 @@ It says which model is on which pool and nothing else, so that what else a Resou
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from pydantic import Field
 
-from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.common.errors import ConfigError, Finding, config_error
 from verl_shard.config.device_ids import show_ids
 from verl_shard.config.resource_rules import faults_of, gpus_of
-from verl_shard.config.roles import ROLES, Count, Nodes, ResourceConfig, Role, RoleConfig
+from verl_shard.config.roles import ROLES, Count, Nodes, ResourceConfig, Role, RoleConfig, VllmArgs
 from verl_shard.config.validated import config_class, read
 
 CONFIG_KEYS: dict[Role, str] = {
@@ -71,9 +71,13 @@ def from_topology(given: Mapping[str, Any]) -> ResourceConfig:
     """The components of a topology, with or without its root key: pools take the cluster's GPUs in their order.
 
     Raises ConfigError with every fault: what the RFC does not have, and what a ResourceConfig has not: several types of
-    machines, pools in reserve, teachers, two models of a role, a part of a pool.
+    machines, pools in reserve or without a model, teachers, two models of a role, a part of a pool.
     """
-    topology = read(Topology, given.get("topology", given), "topology")
+    inner = given.get("topology", given) if isinstance(given, Mapping) else given
+    if not isinstance(inner, Mapping):
+        why, fix = "no clusters, device_pools and models", "Give the block that verl's RFC #7269 describes"
+        raise config_error("not-a-topology", "topology", type(inner).__name__, why, fix)
+    topology = read(Topology, inner, "topology")
     if faults := list(_topology_faults(topology)):
         raise ConfigError(faults)
     (cluster,) = topology.clusters
@@ -96,7 +100,8 @@ def from_topology(given: Mapping[str, Any]) -> ResourceConfig:
 def to_topology(config: ResourceConfig, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """The topology of a config, ready for YAML: roles on the same GPUs share a pool.
 
-    leave_out: fields that verl's own configuration says, such as "strategy" and "vllm_args"; they are not refused.
+    leave_out: fields that verl's own configuration says, such as "strategy" and "vllm_args" (with all that may be in them);
+        they are not refused.
     Raises ConfigError with every fault: settings that a topology does not have, and GPUs that make no pools.
     """
     faults = faults_of(config)
@@ -155,6 +160,19 @@ def _topology_faults(topology: Topology) -> Iterator[Finding]:
         elif pool.nnodes > 1 and pool.n_gpus_per_node != cluster.n_gpus_per_node:
             why = f"a part of {pool.nnodes} nodes is no run of GPU ids"
             yield _fault("does-not-map", f"{at}.n_gpus_per_node", pool.n_gpus_per_node, why, "Take whole nodes")
+        else:
+            first, last = _first_gpu(topology, n), _first_gpu(topology, n + 1) - 1
+            on = last // cluster.n_gpus_per_node - first // cluster.n_gpus_per_node + 1
+            if on > pool.nnodes:
+                why = f"pools take GPUs in their order, and it would have {first} to {last}, which are on {on} nodes"
+                yield _fault("does-not-map", f"{at}.nnodes", pool.nnodes, why, "Put larger pools first")
+        if (
+            not pool.attributes
+            and names.count(pool.name) == 1
+            and pool.name not in [model.resource_pool for model in topology.models]
+        ):
+            why = "no model is on it, and a ResourceConfig has no pools in reserve"
+            yield _fault("does-not-map", f"{at}.name", pool.name, why, "Leave out the pool")
     asked, there = (
         sum(p.nnodes * p.n_gpus_per_node for p in topology.device_pools),
         cluster.nnodes * cluster.n_gpus_per_node,
@@ -183,21 +201,29 @@ def _topology_faults(topology: Topology) -> Iterator[Finding]:
             yield _fault("does-not-map", f"{at}.device_range", model.device_range, why, "Make it a pool of its own")
 
 
+def _first_gpu(topology: Topology, n: int) -> int:
+    """The id that the n-th pool begins with."""
+    return sum(pool.nnodes * pool.n_gpus_per_node for pool in topology.device_pools[:n])
+
+
 def _ids_of_pools(topology: Topology) -> dict[str, tuple[int, ...]]:
-    found, first = {}, 0
-    for pool in topology.device_pools:
-        size = pool.nnodes * pool.n_gpus_per_node
-        found[pool.name] = tuple(range(first, first + size))
-        first += size
-    return found
+    return {
+        pool.name: tuple(range(_first_gpu(topology, n), _first_gpu(topology, n + 1)))
+        for n, pool in enumerate(topology.device_pools)
+    }
 
 
 def _other_settings(config: ResourceConfig, leave_out: Collection[str]) -> Iterator[Finding]:
+    left = {"devices", *leave_out} | (
+        {"tensor_parallel_size", "gpu_memory_utilization"} if "vllm_args" in leave_out else set()
+    )
     for role, own in config.roles.items():
         for item in fields(RoleConfig):
             value = getattr(own, item.name)
-            if item.name in ("devices", *leave_out) or value is None or (item.name, value) == ("device_type", "cuda"):
+            if item.name in left or value is None or (item.name, value) == ("device_type", "cuda"):
                 continue
+            if isinstance(value, VllmArgs):
+                value = ", ".join(name for name, given in asdict(value).items() if given is not None)
             fix = f'Say it in verl\'s configuration ({CONFIG_KEYS[role]}), and give leave_out=["{item.name}"]'
             yield _fault(
                 "does-not-map", f"{role}.{item.name}", value, "a topology says where a model is, and not this", fix

@@ -112,7 +112,8 @@ def _check_strategy(runner: str, role: Role, own: RoleConfig, strategy: Any) -> 
     """Raises ConfigError for a strategy that the role does not have, that does not go with its devices or cannot be moved to."""
     if strategy not in {name for names in STRATEGIES.values() for name in names}:
         fix = f"Use one of {', '.join(STRATEGIES[role])}"
-        raise config_error("strategy", "strategy", strategy, f"a {role} does not have it", fix)
+        why = f"{'an' if role == 'actor' else 'a'} {role} does not have it"
+        raise config_error("strategy", "strategy", strategy, why, fix)
     if found := tuple(role_faults(role, replace(own, strategy=strategy))):
         raise ConfigError(replace(f, where=f.where.replace("devices", "device_ids")) for f in found)
     move = MOVES[runner, role, strategy]
@@ -141,7 +142,10 @@ def _read_devices(role: Role, given: Any) -> RoleConfig:
         raise config_error("device-ids", "device_ids", given, "they name no GPU", 'Write ids such as [0, 1], or "cpu"')
     if len(set(ids)) != len(ids):
         raise config_error("device-ids", "device_ids", list(ids), "one is named twice", "Name each GPU once")
-    return RoleConfig(devices=ids)
+    try:
+        return RoleConfig(devices=ids)
+    except ConfigError as error:
+        raise ConfigError(replace(fault, where="device_ids") for fault in error.findings) from None
 
 
 def agreed(processes: Processes, read: Callable[[], Change]) -> Change:
