@@ -6,7 +6,18 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test lint types format docs clean
+# Each file of tests that all need GPUs, and the single tests that do: tests/test_makefile.py holds the list to what is skipped.
+GPU_TESTS ?= $(wildcard tests/*/test_*on_gpus.py) \
+  tests/runtime/test_pipeline.py::test_a_gradient_moves_with_its_parameter \
+  tests/runtime/test_pipeline.py::test_on_two_gpus \
+  tests/runtime/test_pipeline.py::test_a_loaded_model_is_dispatched_anew \
+  tests/runtime/test_pipeline_micro_batches.py::test_on_two_gpus \
+  tests/runtime/test_relocate.py::test_from_one_gpu_to_two_and_back \
+  tests/runtime/test_packed.py::test_the_kernel_on_a_gpu \
+  tests/verl_plugin/test_engine_batches.py::test_a_gpu_is_waited_for_by_no_forward
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+
+.PHONY: quickstart test gpu-tests lint types format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/verl-shard quickstart $(ARGS)
@@ -14,6 +25,11 @@ quickstart: $(STAMP)
 # Whole files of tests go to one worker, which makes their fixtures once.
 test: $(STAMP) lint types
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)
+
+# In this order and one by one, as each has all GPUs. Warnings are no errors here, as drivers and kernels have their own; no
+# plugin of pytest is needed, and where there is no .venv the python3 that finds the packages is taken, and nothing is installed.
+gpu-tests:
+	$(GPU_PYTHON) -m pytest -o addopts= --import-mode=importlib -W default -v -ra --durations=0 $(GPU_TESTS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -107,7 +107,7 @@ def _ours(argv: Sequence[str], _: set[str]) -> None:
 
 
 def _make(argv: Sequence[str], _: set[str]) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     wanted = [word for word in argv if "=" not in word]
     assert wanted, "make without a target"
     assert set(wanted) <= targets, f"make {argv}: the Makefile has {sorted(targets)}"
