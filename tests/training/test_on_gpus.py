@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -93,6 +94,9 @@ print("leased at the end", len(owners()))
 
 
 def run(*command: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+    # A run looks whether its GPUs are idle, and in a container it cannot tell this process's memory from another run's.
+    gc.collect()
+    torch.cuda.empty_cache()
     return subprocess.run(
         [sys.executable, *command], env=dict(os.environ), capture_output=True, text=True, timeout=timeout, check=False
     )
