@@ -11,8 +11,8 @@ import pytest
 
 from verl_shard.config.run_folder import RunFolder
 from verl_shard.planning.plan_file import write_plan
-from verl_shard.quickstart.data import write_data
 from verl_shard.quickstart.model import make_model
+from verl_shard.training.data_of_tasks import write_data
 from verl_shard.verl_plugin.fork_server import ForkServer, fork_server
 from verl_shard.verl_plugin.launch import environment, run_verl
 from verl_shard.verl_plugin.overrides import RunSettings, to_overrides

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from verl_shard.config.data_files import DataFiles
-from verl_shard.quickstart.data import write_data
 from verl_shard.quickstart.model import make_model
+from verl_shard.training.data_of_tasks import write_data
 
 SEED = 3
 

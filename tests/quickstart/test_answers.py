@@ -9,9 +9,9 @@ import pytest
 
 from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.answers import KINDS, make_answers
-from verl_shard.quickstart.data import Row, entry_of, read_rows
 from verl_shard.quickstart.reward import compute_score
-from verl_shard.quickstart.tasks import TASKS, task_of, worked_answer
+from verl_shard.training.data_of_tasks import Row, entry_of, read_rows
+from verl_shard.training.data_tasks import TASKS, task_of, worked_answer
 
 
 def score(row: Row, response: str) -> float:

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.checks import check_data
-from verl_shard.quickstart.data import entry_of, read_rows, write_data
-from verl_shard.quickstart.tasks import SOURCE, TASKS
+from verl_shard.training.data_of_tasks import entry_of, read_rows, write_data
+from verl_shard.training.data_tasks import SOURCE, TASKS
 
 
 def questions(path: Path) -> set[str]:

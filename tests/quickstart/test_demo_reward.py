@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart import demo_reward
 from verl_shard.quickstart.check_reward_model import check_reward_model
-from verl_shard.quickstart.data import read_rows
 from verl_shard.quickstart.demo_reward import HELD_OUT_PAIRS, DemoResult, scores_and_language, train_demo
+from verl_shard.training.data_of_tasks import read_rows
 
 
 @pytest.fixture(autouse=True, scope="module")

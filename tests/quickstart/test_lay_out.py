@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("verl")
 
+from verl_shard.mapping.build import build_device_map
 from verl_shard.planning.plan_file import read_role
 from verl_shard.quickstart.prepare import Device, lay_out
 
@@ -36,21 +37,26 @@ def model(tmp_path: Path, small_config: Any) -> Path:
 
 def test_on_gpus_roles_that_train_are_even_in_their_peak(model: Path, tmp_path: Path) -> None:
     run: Any = SimpleNamespace(path=tmp_path)
-    maps = lay_out(run, _settings(model), Device((0, 1)))
-    assert {role: made.purpose for role, made in maps.items()} == {
-        "actor": "training",
-        "critic": "training",
-        "ref": "inference",
-    }
-    assert maps["actor"].counts == "peak of training (4 x 24 tokens, bf16-mixed, adamw)"
+    actors = lay_out(run, _settings(model), Device((0, 1)))
+    assert actors.counts == "peak of training (4 x 24 tokens, bf16-mixed, adamw)"
+    plan = {role: read_role(tmp_path / "plan.yaml", role) for role in ("actor", "critic", "ref")}
+    assert {role: entry["precision"] for role, entry in plan.items()} == {
+        "actor": "bf16-mixed", "critic": "bf16-mixed", "ref": "bf16",
+    }  # fmt: skip
+    assert plan["actor"]["device_map"] == dict(actors)
+    assert plan["ref"]["device_map"] == dict(build_device_map(str(model), 2))
+
+    def on_second(role: str) -> list[str]:
+        return [name for name, device in plan[role]["device_map"].items() if device == 1 and "layers" in name]
+
     # The actor's second GPU pays for the logits, which a critic does not have.
-    assert maps["actor"].stages[1].n_blocks < maps["critic"].stages[1].n_blocks
-    for role, made in maps.items():
-        assert read_role(tmp_path / "plan.yaml", role)["device_map"] == dict(made)
+    assert len(on_second("actor")) < len(on_second("critic"))
 
 
 def test_on_the_cpu_nothing_is_traced(model: Path, tmp_path: Path) -> None:
     run: Any = SimpleNamespace(path=tmp_path)
-    maps = lay_out(run, _settings(model, algorithm="grpo"), Device(()))
-    assert {role: dict(made) for role, made in maps.items()} == {"actor": {"": "cpu"}, "ref": {"": "cpu"}}
-    assert maps["actor"].dtype == "float32"
+    actors = lay_out(run, _settings(model, algorithm="grpo"), Device(()))
+    for role in ("actor", "ref"):
+        entry = read_role(tmp_path / "plan.yaml", role)
+        assert (entry["device_map"], entry["precision"]) == ({"": "cpu"}, "fp32")
+    assert (dict(actors), actors.dtype) == ({"": "cpu"}, "float32")

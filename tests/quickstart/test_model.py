@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.checks import check_model
-from verl_shard.quickstart.data import entry_of, read_rows
 from verl_shard.quickstart.model import make_model
-from verl_shard.quickstart.tasks import task_of, worked_answer
 from verl_shard.quickstart.tokenizer import train_tokenizer
 from verl_shard.quickstart.warmup import MAX_RESPONSE_LENGTH
+from verl_shard.training.data_of_tasks import entry_of, read_rows
+from verl_shard.training.data_tasks import task_of, worked_answer
 
 SMALL = train_tokenizer(["user\nState it: 1 + 2 =", "12; <answer>3</answer>"] * 10)
 

@@ -22,9 +22,9 @@ from verl_shard.common.notices import ShardNotice
 from verl_shard.config.data_files import DataFiles
 from verl_shard.config.run_folder import RunFolder
 from verl_shard.quickstart import prepare
-from verl_shard.quickstart.data import read_rows
 from verl_shard.quickstart.model_reward import add_messages, hand_over_model, loading_of, rewards_of
 from verl_shard.quickstart.options import QuickstartOptions
+from verl_shard.training.data_of_tasks import read_rows
 from verl_shard.training.reward_model import RewardModel
 
 

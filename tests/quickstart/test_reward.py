@@ -6,9 +6,9 @@ import reasoning_gym
 
 from verl_shard.common.errors import ConfigError
 from verl_shard.config.data_files import DataFiles
-from verl_shard.quickstart.data import Row, entry_of, read_rows
 from verl_shard.quickstart.reward import compute_score
-from verl_shard.quickstart.tasks import TASKS, Task, task_of, worked_answer
+from verl_shard.training.data_of_tasks import Row, entry_of, read_rows
+from verl_shard.training.data_tasks import TASKS, Task, task_of, worked_answer
 
 
 def score(row: Row, response: str) -> float:

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.checks import check_model
-from verl_shard.quickstart.data import read_rows
-from verl_shard.quickstart.tasks import TASKS
 from verl_shard.quickstart.warmup import greedy_reward, warm_up
+from verl_shard.training.data_of_tasks import read_rows
+from verl_shard.training.data_tasks import TASKS
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_shard.quickstart.tasks import Entry, Task, worked_answer
+from verl_shard.training.data_tasks import Entry, Task, worked_answer
 
 WORKED = 0.7
 """The share of answers in tags that show their working; the reward does not ask for it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_shard.common.errors import ConfigError, Finding
-from verl_shard.quickstart.tasks import TASKS
+from verl_shard.training.data_tasks import TASKS
 
 
 def check_tasks(names: Sequence[str]) -> None:

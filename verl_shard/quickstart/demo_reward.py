@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from verl_shard.common.seeds import derive_seed
 from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.answers import make_answers
-from verl_shard.quickstart.data import Row, entry_of, read_rows
-from verl_shard.quickstart.tasks import task_of
+from verl_shard.training.data_of_tasks import Row, entry_of, read_rows
+from verl_shard.training.data_tasks import task_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl_shard.common.errors import ConfigError, Finding
 from verl_shard.config.data_files import DataFiles
-from verl_shard.quickstart.data import read_rows
+from verl_shard.training.data_of_tasks import read_rows
 
 OWN_RESPONSE = 128
 """Tokens of a response when nobody says, for a model of the user's own."""

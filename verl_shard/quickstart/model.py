@@ -9,9 +9,9 @@ from pathlib import Path
 
 from verl_shard.common.seeds import derive_seed
 from verl_shard.config.data_files import DataFiles
-from verl_shard.quickstart.data import Row, entry_of, read_rows
-from verl_shard.quickstart.tasks import task_of, worked_answer
 from verl_shard.quickstart.tokenizer import END, MAX_LENGTH, PAD, train_tokenizer
+from verl_shard.training.data_of_tasks import Row, entry_of, read_rows
+from verl_shard.training.data_tasks import task_of, worked_answer
 
 
 def make_model(out_dir: Path, data: DataFiles, *, seed: int) -> Path:

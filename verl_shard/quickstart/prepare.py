@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +15,16 @@ from verl_shard.common.tables import err
 from verl_shard.common.units import format_seconds
 from verl_shard.config.data_files import DataFiles, hold_out
 from verl_shard.config.run_folder import RunFolder
-from verl_shard.mapping.build import build_device_map
 from verl_shard.mapping.device_map import DeviceMap
-from verl_shard.planning.plan_file import write_plan
+from verl_shard.mapping.devices import DeviceId
 from verl_shard.quickstart import checks
 from verl_shard.quickstart.check_names import check_reward, check_tasks
 from verl_shard.quickstart.check_reward_model import check_reward_model, choose_dtype
-from verl_shard.quickstart.data import write_data
 from verl_shard.quickstart.lengths import OWN_RESPONSE, choose_lengths
 from verl_shard.quickstart.model_reward import FUNCTION, add_messages
 from verl_shard.quickstart.options import DEMO, QuickstartOptions
 from verl_shard.quickstart.warmup import MAX_RESPONSE_LENGTH
+from verl_shard.training.data_of_tasks import write_data
 from verl_shard.verl_plugin.overrides import RunSettings
 
 N_TRAIN, N_VAL = 8192, 256
@@ -206,32 +205,23 @@ def own_data(options: QuickstartOptions, folder: Path) -> DataFiles:
     return files
 
 
-def lay_out(run: RunFolder, settings: RunSettings, device: Device) -> dict[str, DeviceMap]:
-    """The device map of each role, written to plan.yaml: on GPUs even in the peak of training for roles that train."""
+def lay_out(run: RunFolder, settings: RunSettings, device: Device) -> DeviceMap:
+    """Writes the device map of each role to plan.yaml, as the local loop's are; returns the actor's."""
+    from verl_shard.training import placement
+
     roles = ["actor", *(["critic"] if settings.algorithm == "ppo" else []), "ref"]
-    devices: Sequence[object] = device.gpus or ["cpu"]
-    training: dict[str, Any] = {
-        "purpose": "training",
-        "batch_size": settings.micro_batch_size,
-        "seq_len": settings.max_prompt_length + settings.max_response_length,
-        "gradient_checkpointing": settings.gradient_checkpointing,
-        "attn_implementation": settings.attn_implementation,
-    }
-    maps = {}
-    for role in roles:
-        weights = {"dtype": "float32" if device.cpu else "bfloat16"}
-        fields = weights if device.cpu or role == "ref" else training | {"loss": "value" if role == "critic" else "ppo"}
-        task = "value" if role == "critic" else "causal-lm"
-        maps[role] = build_device_map(str(settings.model), devices=devices, task=task, **fields)
+    devices: tuple[DeviceId, ...] = device.gpus or ("cpu",)
     precisions = {role: "fp32" if device.cpu else "bf16" if role == "ref" else "bf16-mixed" for role in roles}
-    write_plan(
-        run.path / "plan.yaml",
-        {
-            role: {"device_map": dict(m), "precision": precisions[role], "loads": dict(m.loads)}
-            for role, m in maps.items()
-        },
-    )
-    return maps
+    placed = {
+        role: placement.RolePlace(devices, None, None, precisions[role], settings.attn_implementation) for role in roles
+    }
+    places, models = placement.Places(device.cpu, device.gpus, placed), dict.fromkeys(roles, str(settings.model))
+    fields = {
+        "batch_size": settings.micro_batch_size, "seq_len": settings.max_prompt_length + settings.max_response_length,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+    }  # fmt: skip
+    placement.lay_out(places, models, run.path / "plan.yaml", **fields)
+    return placement.made_map("actor", places, models, **fields)
 
 
 def settings_for(

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from verl_shard.common.errors import config_error
-from verl_shard.quickstart.tasks import SOURCE, verifier
+from verl_shard.training.data_tasks import SOURCE, verifier
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

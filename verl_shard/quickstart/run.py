@@ -85,8 +85,8 @@ def make_ready(run: RunFolder, options: QuickstartOptions, device: prepare.Devic
     else:
         files, model = prepare.make_inputs(options, run)
     settings = prepare.settings_for(options, run, files, model, device)
-    maps = prepare.lay_out(run, settings, device)
-    out.print(maps["actor"].report(out.width), end="", soft_wrap=True, markup=False)
+    actors = prepare.lay_out(run, settings, device)
+    out.print(actors.report(out.width), end="", soft_wrap=True, markup=False)
     return files, settings
 
 

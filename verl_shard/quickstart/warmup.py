@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from verl_shard.common.seeds import derive_seed
 from verl_shard.config.data_files import DataFiles
-from verl_shard.quickstart.data import Row, entry_of, read_rows
 from verl_shard.quickstart.reward import compute_score
-from verl_shard.quickstart.tasks import task_of, worked_answer
+from verl_shard.training.data_of_tasks import Row, entry_of, read_rows
+from verl_shard.training.data_tasks import task_of, worked_answer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.common.notices import notice
 from verl_shard.config.data_files import HELD_OUT, DataFiles, hold_out
+from verl_shard.training.data_of_tasks import write_data
 from verl_shard.training.rewards import MESSAGES
 
 Row = dict[str, Any]
@@ -51,10 +51,8 @@ def collect_rows(train: Any, val: Any, *, seed: int) -> tuple[list[Row], list[Ro
         notice(
             "quickstart-data", "train_data", None, "no data is given", "prompts of the quick start's reasoning tasks"
         )
-        # That room comes after this one, and is only asked for by those who bring no data.
-        quickstart = importlib.import_module("verl_shard.quickstart.data")
         with tempfile.TemporaryDirectory(prefix="verl_shard_data_") as folder:
-            made = quickstart.write_data(Path(folder), seed=seed, n_train=QUICKSTART_ROWS[0], n_val=QUICKSTART_ROWS[1])
+            made = write_data(Path(folder), seed=seed, n_train=QUICKSTART_ROWS[0], n_val=QUICKSTART_ROWS[1])
             own = read_rows(made.train, "train_data"), read_rows(made.val, "val_data")
         return own if val is None else (own[0], read_rows(val, "val_data"))
     faults, rows, held = Faults(), [], []

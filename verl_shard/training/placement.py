@@ -15,6 +15,7 @@ from verl_shard.common.notices import notice
 from verl_shard.config.resource_config import load_resource_config
 from verl_shard.mapping.build import build_device_map
 from verl_shard.mapping.check import check_device_map
+from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.mapping.devices import DeviceId, choose_devices, device_label, parse_device
 from verl_shard.models.dtypes import dtype_name, parse_dtype
 from verl_shard.planning.plan_file import read_role, write_plan
@@ -284,6 +285,24 @@ def lay_out(places: Places, models: Mapping[str, str], path: Path, **pass_fields
     write_plan(path, {role: entry_of(role, places, models, **pass_fields) for role in engines})
 
 
+def made_map(role: str, places: Places, models: Mapping[str, str], **pass_fields: Any) -> DeviceMap:
+    """The map of a role for which none is given. Raises DoesNotFitError."""
+    place = places.roles[role]
+    fields: dict[str, Any] = {}
+    if places.cpu:
+        fields = {"dtype": "float32"}
+    elif role in TRAINED:
+        fields = {
+            "purpose": "training", "loss": "value" if role == "critic" else "ppo", **pass_fields,
+            "precision": place.precision, "attn_implementation": place.attn_implementation,
+        }  # fmt: skip
+    return build_device_map(models[role], devices=place.devices, task=_task(role), **fields)
+
+
+def _task(role: str) -> str:
+    return "value" if role == "critic" else "causal-lm"
+
+
 def lay_out_again(role: str, entry: Mapping[str, Any], places: Places, path: Path) -> None:
     """Writes the plan with another entry for one role."""
     engines = [other for other in places.roles if other != "reward"]
@@ -293,21 +312,17 @@ def lay_out_again(role: str, entry: Mapping[str, Any], places: Places, path: Pat
 def entry_of(role: str, places: Places, models: Mapping[str, str], **pass_fields: Any) -> dict[str, Any]:
     """A role's entry in the plan. Raises as lay_out."""
     place = places.roles[role]
-    task = "value" if role == "critic" else "causal-lm"
     device_map: dict[str, Any]
     loads: dict[Any, int] = {}
     if place.device_map is not None:
-        found = check_device_map(models[role], place.device_map, trainable=role in TRAINED, task=task)
+        found = check_device_map(models[role], place.device_map, trainable=role in TRAINED, task=_task(role))
         if faults := [finding for finding in found if finding.level == "error"]:
             raise ConfigError(faults)
         device_map = dict(place.device_map)
     elif places.cpu:
         device_map = {"": "cpu"}
     else:
-        training = {"purpose": "training", "loss": "value" if role == "critic" else "ppo", **pass_fields}
-        how = {"precision": place.precision, "attn_implementation": place.attn_implementation}
-        fields = training | how if role in TRAINED else {}
-        made = build_device_map(models[role], devices=place.devices, task=task, **fields)
+        made = made_map(role, places, models, **pass_fields)
         device_map, loads = dict(made), dict(made.loads)
     return {
         "device_map": device_map,

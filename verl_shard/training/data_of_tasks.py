@@ -1,4 +1,4 @@
-"""Prompts of the quick start as the parquet files verl reads: train and validation, apart and split by seed."""
+"""Prompts of the quick start's tasks as the parquet files verl reads: train and validation, apart and split by seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_shard.common.seeds import derive_seed
 from verl_shard.config.data_files import DataFiles
-from verl_shard.quickstart.tasks import INSTRUCTION, SOURCE, TASKS, Entry, Task
+from verl_shard.training.data_tasks import INSTRUCTION, SOURCE, TASKS, Entry, Task
 
 Row = dict[str, Any]
 
