@@ -142,3 +142,8 @@ def test_a_reward_model_on_stock_verl_is_on_the_rollouts_engine() -> None:
             assert made.roles["reward"].strategy == rollout
     on_cpu = filled(backend="fsdp2", reward={"model": "m", "device_type": "cpu"})
     assert on_cpu.roles["reward"].strategy == "none"
+
+
+def test_strategy_none_is_for_one_gpu() -> None:
+    made = filled(critic={"strategy": "none"}, ref={"strategy": "none", "device_type": "cpu"}, reward="m")
+    assert [made.roles[role].devices for role in ("critic", "ref", "reward")] == [1, None, None]

@@ -232,7 +232,7 @@ class ResourceConfig:
                     Finding("error", "offloaded-and-trainable", f"{role}.offload", str(own.offload), why, fix)
                 )
             if own is not None and own.device_type == "cpu":
-                why = f"a {role} beside GPUs is trained on them"
+                why = f"{'an' if role == 'actor' else 'a'} {role} beside GPUs is trained on them"
                 faults.append(Finding("error", "trained-on-cpu", f"{role}.device_type", "cpu", why, "Leave it out"))
         if faults:
             raise ConfigError(faults)

@@ -154,6 +154,8 @@ def _filled(role: Role, asked: Mapping[Role, RoleConfig], workload: Workload, ba
         "logits": "full" if role in ("actor", "ref") else None,
         "offload": None if trained or rollout else "none",
     }
+    if own.strategy == "none" and own.device_type != "cpu":
+        defaults["devices"] = 1  # it is for one GPU
     if role == "reward" and backend != "device_map" and own.device_type != "cpu":
         defaults["strategy"] = engine or "vllm"
     if rollout and backend == "device_map":  # the actor's own module
