@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from verl_shard.verl_plugin.check.arithmetic import evaluate
 from verl_shard.verl_plugin.check.given import UNKNOWN
-from verl_shard.verl_plugin.check.shell import Shell, evaluate
+from verl_shard.verl_plugin.check.shell import Shell
 
 SHOW = 'show() { for word in "$@"; do printf \'%s\\n\' "<$word>"; done; }\n'
 

@@ -5,18 +5,20 @@ Nothing is started. A word that depends on what only a running shell knows has U
 
 from __future__ import annotations
 
-import ast
-import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from verl_shard.verl_plugin.check.arithmetic import evaluate
 from verl_shard.verl_plugin.check.given import UNKNOWN
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)([A-Za-z_]\w*)\2")
+_PREFIXES = (
+    "export", "env", "declare", "local", "readonly", "-x", "then", "do", "else", "if", "!", "time", "nohup", "exec", "{",
+)  # fmt: skip
 _ENDS = (";", "\n", "|", "&", ")", "(")
 _REDIRECT = re.compile(r"(\d*|&)(>>|>\||>&|<&|>|<)")
 
@@ -352,49 +354,3 @@ class _Scanner:
         text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: names.get(m[1], m[0]), inner)
         value = evaluate(text)
         return UNKNOWN if value is None else str(value)
-
-
-_PREFIXES = (
-    "export",
-    "env",
-    "declare",
-    "local",
-    "readonly",
-    "-x",
-    "then",
-    "do",
-    "else",
-    "if",
-    "!",
-    "time",
-    "nohup",
-    "exec",
-    "{",
-)
-_OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}  # fmt: skip
-
-
-def evaluate(text: str) -> int | None:
-    """Whole-number arithmetic as of $(( )); None for anything else."""
-
-    def of(node: ast.AST) -> int:
-        if isinstance(node, ast.Expression):
-            return of(node.body)
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            right = of(node.right)
-            if isinstance(node.op, ast.Pow) and right > 64:
-                raise ValueError(text)
-            return _OPERATORS[type(node.op)](of(node.left), right)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -of(node.operand)
-        raise ValueError(text)
-
-    try:
-        return of(ast.parse(text.strip(), mode="eval"))
-    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError):
-        return None
