@@ -24,35 +24,21 @@ class Gradients:
     again_in: str
 
 
-def held_at_most(in_flight: int, n_stages: int) -> list[int]:
-    """Micro-batches that each stage keeps at a time, when so many are in flight."""
-    return [max(1, min(in_flight, n_stages - stage + max(0, in_flight - n_stages))) for stage in range(n_stages)]
-
-
 def estimated_peaks(config: Any, device_map: Mapping[str, int], in_flight: int, **pass_fields: Any) -> dict[int, int]:
     """Bytes at the peak of each GPU while a causal language model trains, its optimizer's step left out.
 
-    What estimate_memory says of one micro-batch at a time, and what each more in flight keeps. A loop that takes the loss
-    and drops the output frees the logits before the backward, which that estimate, for loops that hold it, has.
-    pass_fields: of one micro-batch, as estimate_memory takes them.
+    As estimate_memory says, less the logits of one micro-batch on the last GPU: a loop that takes the loss and drops the output
+    frees them before the backward, and that estimate is for loops that hold it. pass_fields: of one micro-batch.
     """
-    from verl_shard.memory.cached import cached_trace
     from verl_shard.memory.estimate import estimate_memory
     from verl_shard.memory.passes import pass_spec
-    from verl_shard.models.read import read_model
 
     wanted = pass_spec(pass_fields, phase="train")
-    spec, module = read_model(config, task="causal-lm", dtype=wanted.weight_dtype)
-    kept = cached_trace(spec, module, wanted).recording.kept.tolist()
-    path = spec.devices_of(dict(device_map))
-    alone = estimate_memory(config, task="causal-lm", device_map=device_map, **pass_fields).gpus
-    stages = list(dict.fromkeys(path))
-    logits = wanted.batch_size * wanted.seq_len * config.vocab_size * wanted.weight_dtype.itemsize
-    peaks = {}
-    for stage, (gpu, held) in enumerate(zip(stages, held_at_most(in_flight, len(stages)), strict=True)):
-        more = sum(size for size, at in zip(kept, path, strict=True) if at == gpu)
-        peak = max(alone[gpu].forward_peak, alone[gpu].backward_peak) + (held - 1) * more
-        peaks[int(gpu)] = peak - (logits if stage == len(stages) - 1 else 0)
+    more = {"in_flight": in_flight} if in_flight > 1 else {}
+    gpus = estimate_memory(config, task="causal-lm", device_map=device_map, **pass_fields, **more).gpus
+    peaks = {int(gpu): max(found.forward_peak, found.backward_peak) for gpu, found in gpus.items()}
+    last = list(peaks)[-1]  # in the order of the blocks
+    peaks[last] -= wanted.batch_size * wanted.seq_len * config.vocab_size * wanted.weight_dtype.itemsize
     return peaks
 
 
