@@ -180,7 +180,9 @@ def test_places(pairs: list[tuple[int, int]], packed: bool) -> None:
     assert found.n_tokens == len(tokens)
     if packed:
         assert (found.columns.tolist(), found.rows) == (wanted, None)
+        assert len(wanted) <= engine_logits.largest_share(pairs, packed=True) * len(tokens) + 1e-9
         return
+    assert len(found.columns) <= engine_logits.largest_share(pairs, packed=False) * max(map(sum, pairs))
     made = [(row, int(column)) for row in range(len(pairs)) for column in found.columns]
     read = made if found.rows is None else [made[int(n)] for n in found.rows]
     assert read == [tokens[n] for n in wanted]

@@ -133,7 +133,7 @@ def plans(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     )  # fmt: skip
     size = st.sampled_from([d for d in range(1, per_rank + 1) if per_rank % d == 0])
     flash = draw(st.sampled_from(["flash_attention_2", "sdpa"]))
-    logits = draw(st.sampled_from(["full", "fused", *(["chunked"] if stock else [])]))
+    logits = draw(st.sampled_from(["full", "fused", "chunked" if stock else "responses"]))
     # Of vLLM verl asks which adapters it takes, and it is not installed here.
     lora = draw(st.sampled_from([0, 16])) if rollout != "vllm" else 0
 
@@ -143,6 +143,8 @@ def plans(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
             "optimizer": draw(st.sampled_from(["adamw", "adamw-fused", "sgd"])), "attn_implementation": attention,
             "gradient_checkpointing": draw(st.booleans()), "micro_batch_size": draw(size),
         }  # fmt: skip
+        if not stock:
+            made["in_flight"] = draw(st.sampled_from([1, 2]))
         if stock:
             policy = backend == "fsdp2" and draw(st.booleans())
             made |= {
@@ -219,6 +221,11 @@ def test_every_plan_is_taken_by_verl(drawn: Any, trees: Callable[[str], Any], mo
 
     if ours:
         assert list(find_faults(config)) == []
+        for role, section in (("actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
+            if role in roles:
+                asked, engine = roles[role].settings, section.device_map
+                assert engine.in_flight == (asked["in_flight"] if asked["in_flight"] > 1 else "auto")
+                assert engine.logits == ("full" if asked.get("logits") == "full" else "responses")
     if rollout == "hf" and "reward" in roles:
         assert list(reward_faults(config)) == []
     with warnings.catch_warnings():

@@ -18,9 +18,9 @@ _ELSEWHERE = {
     "optimizer": "the local runner trains with adamw; leave it out",
     "gradient_checkpointing": "write use_gradient_checkpointing=True",
     "micro_batch_size": "write ppo_config['micro_batch_size']",
-    "in_flight": "leave it out: a step's micro-batches follow each other",
+    "in_flight": "leave it out: as many as keep all GPUs of a role at work, as memory holds them",
     "lora_rank": "write ppo_config['lora_rank']",
-    "logits": "leave it out: log-probabilities are always taken in chunks",
+    "logits": "leave it out: those of responses are made, and log-probabilities taken in chunks",
 }
 """Fields that PPOTrainer takes in another argument."""
 _REWARD_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}

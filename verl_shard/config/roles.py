@@ -26,7 +26,7 @@ PHASE_OF_PASS: dict[tuple[str, str], str] = {
 """verl's name for the phase of a step in which a role's model runs a pass."""
 Backend = Literal["device_map", "fsdp", "fsdp2"]
 Offload = Literal["none", "stream", "cpu_offload", "cpu_offload_with_hook", "auto"]
-Logits = Literal["full", "chunked", "fused"]
+Logits = Literal["responses", "full", "chunked", "fused"]
 Count = Annotated[int, Field(ge=1, strict=True)]
 # Strict: true is no number and 1 is not yes; YAML tells them apart.
 Flag = Annotated[bool, Field(strict=True)]
@@ -96,13 +96,14 @@ class RoleConfig:
         default=None, description="Sequences in one forward (and backward) on a GPU."
     )
     in_flight: Count | None = Field(
-        default=None, description="Micro-batches whose forwards are issued before a backward."
+        default=None, description="Micro-batches between the begin of their forward and their backward at a time."
     )
     lora_rank: Annotated[int, Field(ge=0, strict=True)] | None = Field(
         default=None, description="Train adapters of this rank: saves the gradients and states of the weights."
     )
     logits: Logits | None = Field(
-        default=None, description="fused or chunked log-probabilities never hold tokens x vocabulary at once."
+        default=None,
+        description="responses (device_map) makes none of prompts; fused and chunked never hold tokens x vocabulary at once.",
     )
     offload: Offload | None = Field(default=None, description="Keep the weights of a scoring role in host memory.")
     param_offload: Flag | None = Field(

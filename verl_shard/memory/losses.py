@@ -61,11 +61,11 @@ def verl_ppo_loss(logits: torch.Tensor, ids: torch.Tensor, *, entropy: bool, pac
     """The same as verl's engine computes it: of a padded batch the logits are copied without the padding.
 
     Source: FSDPEngineWithLMHead.prepare_model_outputs and entropy_from_logits of verl 0.9.1, at temperature 1, which
-    leaves the logits as they are.
+    leaves the logits as they are. Where there are logits of responses only, so are labels.
     """
     entropies = entropy_of_logits(logits) if entropy else None
     unpadded = logits.squeeze(0) if packed else torch.cat(list(logits))
-    log_probs = log_probs_of_labels(unpadded, torch.roll(ids.reshape(-1), -1))
+    log_probs = log_probs_of_labels(unpadded, torch.roll(ids.reshape(-1), -1)[: len(unpadded)])
     ratio = torch.exp(log_probs - log_probs.detach())
     loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean()
     return loss if entropies is None else loss + entropies.mean()

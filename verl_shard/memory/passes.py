@@ -33,7 +33,7 @@ class PassSpec:
     gradient_checkpointing: activations inside of a block are computed again in the backward.
     attn_implementation: "sdpa" and "flash_attention_2" have the memory of a fused kernel, "eager" holds every score.
     lora_rank: train low-rank adapters of this rank on all linear layers, in fp32, instead of the weights; 0 is none.
-    logits_to_keep: compute the logits of so many last positions only; None is all.
+    logits_to_keep: compute the logits of so many last positions of each sequence only; None is all.
     new_tokens: for "generate", the tokens that follow the seq_len of the prompt.
     loss: "causal-lm" is transformers' own (logits in fp32); "value" is a clipped value loss; "ppo" takes the
         log-probability of each token and a clipped ratio; "verl-ppo" takes them as verl's engine does, from a copy of

@@ -121,7 +121,7 @@ def generate(running: Running) -> Ran:
         raise config_error("cannot-generate", "phase", wanted.phase, why, 'Use phase="forward"')
     ran = Ran([("prefill", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
     (given,) = running.inputs
-    takes = "logits_to_keep" in _parameters(module)
+    takes = "logits_to_keep" in parameters_of(module)
     keep: dict[str, Any] = {"logits_to_keep": 1, "use_cache": True} if takes else {"use_cache": True}
     mixed = wanted.used_precision == "bf16-mixed"
     with (
@@ -194,7 +194,7 @@ def _live(recorder: Recorder) -> np.ndarray:
     return live
 
 
-def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     """What a model's forward takes; of one with adapters, its own."""
     base: Any = getattr(module, "get_base_model", lambda: module)()
     return inspect.signature(base.forward).parameters
@@ -203,7 +203,7 @@ def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 def _call(running: Running, given: Mapping[str, Any]) -> Any:
     """The model's own call; of a module that is none of transformers', the token ids alone."""
     wanted = running.wanted
-    if wanted.packed and "position_ids" not in _parameters(running.module):
+    if wanted.packed and "position_ids" not in parameters_of(running.module):
         why = f"{type(running.module).__name__} takes no position_ids, which tell the sequences of a row apart"
         raise config_error("no-effect", "packed", True, why, "Leave it out")
     if not hasattr(running.module, "config"):
@@ -211,7 +211,8 @@ def _call(running: Running, given: Mapping[str, Any]) -> Any:
             why = "it is an argument of transformers models"
             raise config_error("no-effect", "logits_to_keep", wanted.logits_to_keep, why, "Leave it out")
         return running.module(given["input_ids"])
-    keep = {} if wanted.logits_to_keep is None else {"logits_to_keep": wanted.logits_to_keep}
+    last = wanted.logits_to_keep is not None and not wanted.packed and wanted.loss != "verl-ppo"
+    keep = {"logits_to_keep": wanted.logits_to_keep} if last else {}
     return running.module(**given, **keep)
 
 

@@ -15,7 +15,7 @@ from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.memory.fake_model import fill_with_fakes, set_attention, set_checkpointing, without_memory
 from verl_shard.memory.fold import record_short
 from verl_shard.memory.passes import PassSpec
-from verl_shard.memory.phases import Running, generate, score, train
+from verl_shard.memory.phases import Running, generate, parameters_of, score, train
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.recording import (
     GRADIENTS,
@@ -75,7 +75,7 @@ def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.M
     recorder.watch(module)
     with mode:
         optimizer = _optimizer(module, wanted) if training else None
-        inputs = [_inputs(wanted) for _ in range(2 if training and wanted.in_flight > 1 else 1)]
+        inputs = [_inputs(wanted, module) for _ in range(2 if training and wanted.in_flight > 1 else 1)]
         parameters = dict(module.named_parameters())
         for name, tensor in [*parameters.items(), *module.named_buffers()]:
             recorder.add_static(tensor, pieces.of_tensor(name))
@@ -113,11 +113,15 @@ def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.M
     )
 
 
-def _inputs(wanted: PassSpec) -> dict[str, torch.Tensor]:
+def _inputs(wanted: PassSpec, module: nn.Module) -> dict[str, torch.Tensor]:
     shape = (1, wanted.batch_size * wanted.seq_len) if wanted.packed else (wanted.batch_size, wanted.seq_len)
     given = {"input_ids": torch.zeros(shape, dtype=torch.long)}
     if wanted.packed:
         given["position_ids"] = torch.zeros(shape, dtype=torch.long)
+    by_place = wanted.packed or wanted.loss == "verl-ppo"  # as our engine says it (verl_plugin/engine_logits.py)
+    if wanted.logits_to_keep is not None and by_place and "logits_to_keep" in parameters_of(module):
+        each = min(wanted.logits_to_keep, wanted.seq_len)
+        given["logits_to_keep"] = torch.arange(each * (wanted.batch_size if wanted.packed else 1))
     return given | ({"attention_mask": torch.ones_like(given["input_ids"])} if wanted.padded else {})
 
 

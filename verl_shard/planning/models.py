@@ -55,6 +55,8 @@ def pass_of(phase: str, own: RoleConfig, workload: Workload) -> PassSpec:
         "update_actor": taken,
         "update_critic": "value",
     }.get(phase)
+    if loss == "verl-ppo" and own.logits == "responses":
+        common["logits_to_keep"] = workload.response_length
     if phase.startswith("update"):
         return PassSpec(
             phase="train",

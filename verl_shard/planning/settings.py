@@ -151,7 +151,7 @@ def _filled(role: Role, asked: Mapping[Role, RoleConfig], workload: Workload, ba
         "micro_batch_size": min(workload.sequences, MOST_GENERATED_AT_ONCE) if rollout else micro_batch(workload),
         "in_flight": 1 if trained else None,
         "lora_rank": 0 if trained else None,
-        "logits": "full" if role in ("actor", "ref") else None,
+        "logits": ("responses" if backend == "device_map" else "full") if role in ("actor", "ref") else None,
         "offload": None if trained or rollout else "none",
     }
     if own.strategy == "none" and own.device_type != "cpu":
@@ -188,7 +188,14 @@ def _of_another_backend(role: str, own: RoleConfig, backend: Backend) -> list[Fi
             why, fix = f"that is the device_map backend's, and this is {backend}", "Leave it out"
         faults.append(_fault("other-backend", f"{role}.{name}", value, why, fix))
     if ours and own.logits == "chunked":
-        why, fix = "the device_map engine always takes log-probabilities and entropies in chunks", "Use full or fused"
+        why = "the device_map engine always takes log-probabilities and entropies in chunks"
+        fix = "Use responses, full or fused"
+        faults.append(_fault("other-backend", f"{role}.logits", own.logits, why, fix))
+    if not ours and own.logits == "responses":
+        why, fix = (
+            f"that is the device_map backend's; {backend} makes the logits of prompts too",
+            "Use full, chunked or fused",
+        )
         faults.append(_fault("other-backend", f"{role}.logits", own.logits, why, fix))
     if backend == "fsdp" and own.offload_policy:
         faults.append(

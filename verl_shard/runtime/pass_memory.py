@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,10 +34,14 @@ class PassMemory:
 
     config, task: of the model, as for read_model. wanted: the pass; its batch_size and seq_len are not looked at.
     device_map: where the model is, by names of its modules (of those behind adapters).
+    logits: of the tokens of a sequence, the share whose logits are made.
     """
 
-    def __init__(self, config: Any, task: str, wanted: PassSpec, device_map: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: Any, task: str, wanted: PassSpec, device_map: Mapping[str, Any], *, logits: float = 1.0
+    ) -> None:
         self._config, self._task, self._wanted = config, task, wanted
+        self._logits = logits
         self._map = {name: parse_device(device) for name, device in device_map.items()}
         self._model: tuple[Any, Any, Any] | None = None
         self._devices: list[Any] = []
@@ -104,7 +109,8 @@ class PassMemory:
     def _trace(self, rows: int, length: int) -> Trace:
         assert self._model is not None
         spec, module, described = self._model
-        wanted = replace(self._wanted, batch_size=rows, seq_len=length)
+        keep = math.ceil(length * self._logits) if self._logits < 1 else None
+        wanted = replace(self._wanted, batch_size=rows, seq_len=length, logits_to_keep=keep)
         return cached_trace(spec, module, wanted, described)
 
     def _between(self, one: Trace, more: Trace, rows: int, length: int) -> dict[Any, _Line]:

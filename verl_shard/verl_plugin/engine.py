@@ -208,7 +208,8 @@ class DeviceMapEngine(FSDPEngine):
                 return self._batches().run(cut, loss_function, forward_only=forward_only)
 
         with record_memory(self.engine_config.role, phase, step) as record:
-            output = pieces.run(run, data, lambda: self._batches().at)
+            share = self._batches().share_of_logits(data, loss_function)
+            output = pieces.run(run, data, lambda: self._batches().at, logits=share)
             record["in_flight"] = self._batches().most
             if pieces.ladder.taken:
                 record["remedies"] = pieces.ladder.taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -57,7 +58,7 @@ class MicroBatches:
         self._free = free
         self.pipe = pipeline_of(engine.module)
         self._reading = Reading.of(engine.module)
-        self._traced: tuple[int, Trace | None] = (0, None)
+        self._traced: tuple[int, float, Trace | None] = (0, 0.0, None)
         self.most = 1
         """The most that were in flight in the last mini-batch."""
         self.at: dict[str, Any] = {}
@@ -105,7 +106,7 @@ class MicroBatches:
                 len(batches),
                 forward,
                 finish,
-                window=self._window(batches, data, forward_only),
+                window=self._window(batches, data, loss_function, forward_only=forward_only),
                 backward=None if forward_only else backward,
             )
         for output in made:  # only now: each of these waits for a GPU
@@ -116,7 +117,7 @@ class MicroBatches:
         """A micro-batch, which is on the host, and the model's output."""
         engine = self._engine
         device = input_device(engine.module) if self.pipe is None else None
-        responses = engine.logits == "responses" and engine_logits.only_responses(micro_batch, loss_function)
+        responses = self._only_responses(micro_batch, loss_function)
         prepared = prepare(engine, micro_batch, self._reading, device, responses=responses)
         with engine.autocast():
             return prepared, engine.module(**prepared.inputs, use_cache=False)
@@ -155,6 +156,18 @@ class MicroBatches:
         value = 1.0 if loss is None else loss.detach()
         return loss, {"model_output": detach_tree(model_output), "loss": value, "metrics": metrics}
 
+    def _only_responses(self, data: TensorDict, loss_function: LossFunction | None) -> bool:
+        asked = self._engine.logits == "responses" and self._reading.keeps
+        return asked and engine_logits.only_responses(data, loss_function)
+
+    def share_of_logits(self, data: TensorDict, loss_function: LossFunction | None) -> float:
+        """Of the tokens of a sequence, the share whose logits are made at most, in quarters: memory is traced for each."""
+        lengths = response_lengths(on_host(data)) if self._only_responses(data, loss_function) else None
+        if lengths is None:
+            return 1.0
+        packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
+        return math.ceil(4 * engine_logits.largest_share(lengths.pairs, packed=packed)) / 4
+
     def _tokens(self, data: TensorDict) -> int:
         """Tokens that count, of all processes."""
         engine, count = self._engine, data["loss_mask"].sum()
@@ -167,7 +180,9 @@ class MicroBatches:
         """Before memory is looked at: as many as are asked for."""
         return Window(self.pipe, self.in_flight, forward_only=forward_only)
 
-    def _window(self, batches: list[TensorDict], data: TensorDict, forward_only: bool) -> Window:
+    def _window(
+        self, batches: list[TensorDict], data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool
+    ) -> Window:
         pipe, free = self.pipe, self._free
         fewer = tu.get_non_tensor_data(data=data, key=IN_FLIGHT, default=None)
         if pipe is None or fewer is not None:
@@ -176,7 +191,8 @@ class MicroBatches:
             return self.window_of(forward_only=forward_only)
         if free is None:
             return Window(pipe, "auto", meant_for_others=self._unmade(pipe))
-        return Window(pipe, "auto", limits=free, beside_one=True, trace=self._trace(batches), model=self._engine.module)
+        trace = self._trace(batches, self.share_of_logits(data, loss_function))
+        return Window(pipe, "auto", limits=free, beside_one=True, trace=trace, model=self._engine.module)
 
     def _unmade(self, pipe: RootHook) -> dict[Any, int]:
         """Bytes by device of gradients and of AdamW's states, where they are not there yet."""
@@ -189,28 +205,35 @@ class MicroBatches:
                 made[device] = made.get(device, 0) + missing * param.nbytes
         return made
 
-    def _trace(self, batches: list[TensorDict]) -> Trace | None:
-        """Of the largest micro-batch so far; None where it is not known, and what they keep is counted as they run."""
+    def _trace(self, batches: list[TensorDict], logits: float) -> Trace | None:
+        """Of the largest micro-batch so far; None where it is not known, and what they keep is counted as they run.
+
+        logits: see share_of_logits.
+        """
         module = self._engine.module
         sizes = [batch["input_ids"].offsets().diff() for batch in batches]
         packed = tu.get_non_tensor_data(data=batches[0], key="use_remove_padding", default=True)
         shapes = [(1, int(size.sum())) if packed else (len(size), int(size.max())) for size in sizes]
         rows, longest = max(shapes, key=lambda shape: shape[0] * shape[1])
-        if rows * longest <= self._traced[0]:
-            return self._traced[1]
+        if rows * longest <= self._traced[0] and logits <= self._traced[1]:
+            return self._traced[2]
         longest = min(-(-longest // _STEP) * _STEP, positions_of(module) or longest + _STEP)
         made = None
         if not hasattr(module, "get_base_model"):  # adapters are not in what is traced
+            model = self._engine.model_config
+            task = "value" if model.model_type == "value_model" else "causal-lm"
+            fused = bool(getattr(model, "use_fused_kernels", False))
             wanted = PassSpec(
                 batch_size=rows, seq_len=longest, precision=self._engine.precision, accumulating=True,
                 gradient_checkpointing=module.is_gradient_checkpointing,
+                loss="value" if task == "value" else "verl-fused" if fused else "verl-ppo",
+                logits_to_keep=math.ceil(logits * longest) if logits < 1 and not fused else None,
             )  # fmt: skip
             try:  # of its configuration: a module that is laid out is not copied
-                task = "value" if self._engine.model_config.model_type == "value_model" else "causal-lm"
                 made = cached_trace(*read_model(module.config, task=task, dtype=wanted.weight_dtype), wanted)
             except ConfigError as error:
                 _log.info("%s is not traced, so that what its micro-batches keep is counted: %s", module, error)
-        self._traced = (rows * longest, made)
+        self._traced = (rows * longest, logits, made)
         return made
 
 

@@ -78,6 +78,16 @@ def kept(pairs: Sequence[tuple[int, int]], *, packed: bool) -> Kept | None:
     return Kept(torch.arange(first, first + width), None if whole else rows, places, ends, n_tokens)
 
 
+def largest_share(pairs: Sequence[tuple[int, int]], *, packed: bool) -> float:
+    """Of the tokens of a micro-batch of any of these sequences, the share whose logits are made at most; 1 for all."""
+    if kept(pairs, packed=packed) is None:
+        return 1.0
+    if packed:
+        return max(response / (prompt + response) for prompt, response in pairs)
+    longest = max(map(sum, pairs))
+    return (longest - min(prompt for prompt, _ in pairs)) / longest
+
+
 def _ranges(parts: Any) -> torch.Tensor:
     return torch.cat([torch.arange(begin, begin + n) for begin, n in parts])
 

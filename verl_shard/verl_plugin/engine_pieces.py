@@ -34,18 +34,28 @@ class InPieces:
         on = engine.engine_config.allocator == "auto"
         self.allocator = ResourceAllocator(self.ladder, self._needed, agree=self._agree) if on else None
         self._memory: PassMemory | None = None
-        self._placed: tuple[dict[str, Any], bool] | None = None
+        self._placed: tuple[Any, ...] | None = None
         self._lengths: list[int] = []
         self._packed = False
+        self._logits = 1.0
 
-    def run(self, run: Callable[[TensorDict], Any], data: TensorDict, at: Callable[[], Mapping[str, Any]]) -> Any:
+    def run(
+        self,
+        run: Callable[[TensorDict], Any],
+        data: TensorDict,
+        at: Callable[[], Mapping[str, Any]],
+        *,
+        logits: float = 1.0,
+    ) -> Any:
         """What run(data) gives. verl's keys in data say how it is cut, and are set anew after memory ran out.
 
+        logits: of the tokens of a sequence, the share whose logits are made at most.
         at: the rows of the batch that were worked on last and their tokens, as {"rows": ..., "tokens": ...}.
         """
         asked = self.asked(data)
         self._lengths = sorted(data["input_ids"].offsets().diff().tolist(), reverse=True)
         self._packed = bool(tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True))
+        self._logits = logits
         if self.allocator is not None:
             self.allocator.before(asked)
 
@@ -137,10 +147,15 @@ class InPieces:
     def _needed(self, pieces: Pieces) -> dict[Any, int] | None:
         """Bytes that the batch takes in such pieces, by device."""
         placed = dict(getattr(self._engine.module, "hf_device_map", {}))
-        if self._memory is None or self._placed != (placed, self._packed):
-            self._placed = placed, self._packed
+        now = placed, self._packed, self._logits
+        if self._memory is None or self._placed != now:
+            self._placed = now
             self._memory = _memory_of(
-                self._engine, forward_only=self._forward_only, padded=not self._packed, placed=placed
+                self._engine,
+                forward_only=self._forward_only,
+                padded=not self._packed,
+                placed=placed,
+                logits=self._logits,
             )
         lengths, longest = self._lengths, self._lengths[0]
         if pieces.total is None:
@@ -155,7 +170,9 @@ def _task(engine: Any) -> str:
     return "value" if engine.model_config.model_type == "value_model" else "causal-lm"
 
 
-def _memory_of(engine: Any, *, forward_only: bool, padded: bool, placed: Mapping[str, Any]) -> PassMemory:
+def _memory_of(
+    engine: Any, *, forward_only: bool, padded: bool, placed: Mapping[str, Any], logits: float
+) -> PassMemory:
     """The passes of an engine's phase, as verl_shard plan has them (planning/models.py)."""
     model, task = engine.model_config, _task(engine)
     fields: dict[str, Any] = {"precision": engine.precision, "lora_rank": model.lora_rank or 0, "padded": padded}
@@ -173,4 +190,4 @@ def _memory_of(engine: Any, *, forward_only: bool, padded: bool, placed: Mapping
         wanted = PassSpec(
             phase="train", accumulating=True, gradient_checkpointing=checkpointing, optimizer="sgd", **fields
         )
-    return PassMemory(model.hf_config, task, wanted, placed)
+    return PassMemory(model.hf_config, task, wanted, placed, logits=logits)

@@ -63,18 +63,15 @@ class _Ours(Emission):
             self.reward()
 
     def not_here(self) -> None:
-        """What only FSDP has, and what only the local runner does."""
+        """What only FSDP has."""
         for role, own in self.plan.roles.items():
             for name in _STOCK_ONLY:
                 if own.settings.get(name):
                     why = "the device_map engine keeps weights and states where the map puts them"
                     self.refuse(role, name, why, "Leave it out, or use backend=fsdp2")
-            if (own.settings.get("in_flight") or 1) > 1:
-                why = "verl's loop runs the backward of a micro-batch before the next forward"
-                self.refuse(role, "in_flight", why, "Set it to 1, or use PPOTrainer with runner=local")
             if role in ("actor", "ref") and own.settings.get("logits") == "chunked":
                 why = "the engine always takes log-probabilities and entropies in chunks"
-                self.refuse(role, "logits", why, "Use full or fused")
+                self.refuse(role, "logits", why, "Use responses, full or fused")
 
     def engine(self, role: str, key: str, plan_file: Path | None) -> None:
         """Where a role is; with the plan's file the engine reads it there."""
@@ -87,6 +84,10 @@ class _Ours(Emission):
             if role == "ref" and own.model != self.plan.roles["actor"].model:
                 why = "verl names one model for actor and ref; the engine reads another one from the plan's file"
                 self.faults.append(Finding("error", "verl-has-not", "ref.model", own.model, why, "Give plan_file"))
+            if own.settings.get("logits") == "full":
+                self.keys[f"{key}.device_map.logits"] = "full"
+            if (own.settings.get("in_flight") or 1) > 1:
+                self.keys[f"{key}.device_map.in_flight"] = own.settings["in_flight"]
             if own.settings.get("offload", "none") != "none":
                 self.keys[f"{key}.device_map.offload"] = own.settings["offload"]
         if role == "critic":
