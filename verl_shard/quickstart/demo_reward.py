@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl_shard.common.seeds import derive_seed
 from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.answers import make_answers
+from verl_shard.quickstart.model import save_model
 from verl_shard.training.data_of_tasks import Row, entry_of, read_rows
 from verl_shard.training.data_tasks import task_of
 
@@ -99,7 +98,7 @@ def train_demo(
     if (mean := sum(last) / len(last)) > 0:
         model.score.weight.data /= mean
     accuracy, by_kind = _accuracy(model, tokenizer, read_rows(data.val), seed)
-    _save(model, tokenizer, out_dir)
+    save_model(model, tokenizer, out_dir)
     return DemoResult(accuracy, by_kind, HELD_OUT_PAIRS, time.monotonic() - start, steps)
 
 
@@ -185,15 +184,3 @@ def _accuracy(model: Any, tokenizer: Any, rows: Sequence[Row], seed: int) -> tup
             seen[group.kinds[0]] += 1
             right[group.kinds[0]] += higher
     return right.total() / seen.total(), {kind: right[kind] / seen[kind] for kind in sorted(seen)}
-
-
-def _save(model: Any, tokenizer: Any, out_dir: Path) -> None:
-    temporary = out_dir.with_name(f".{out_dir.name}.{os.getpid()}")
-    try:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        if out_dir.exists():
-            shutil.rmtree(out_dir)
-        os.replace(temporary, out_dir)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

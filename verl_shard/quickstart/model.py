@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from verl_shard.common.seeds import derive_seed
 from verl_shard.config.data_files import DataFiles
@@ -41,6 +42,12 @@ def make_model(out_dir: Path, data: DataFiles, *, seed: int) -> Path:
         torch.manual_seed(derive_seed(seed, "model"))
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(do_sample=True, bos_token_id=None, eos_token_id=end, pad_token_id=pad)
+    save_model(model, tokenizer, out_dir)
+    return out_dir
+
+
+def save_model(model: Any, tokenizer: Any, out_dir: Path) -> None:
+    """Writes both, in place of what is there: a reader sees the old folder or the whole new one."""
     temporary = out_dir.with_name(f".{out_dir.name}.{os.getpid()}")
     try:
         model.save_pretrained(temporary)
@@ -50,7 +57,6 @@ def make_model(out_dir: Path, data: DataFiles, *, seed: int) -> Path:
         os.replace(temporary, out_dir)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return out_dir
 
 
 def _texts(rows: list[Row]) -> Iterator[str]:
