@@ -34,7 +34,7 @@ def estimated_peaks(config: Any, device_map: Mapping[str, int], in_flight: int, 
     from verl_shard.memory.passes import pass_spec
 
     wanted = pass_spec(pass_fields, phase="train")
-    more = {"in_flight": in_flight} if in_flight > 1 else {}
+    more: dict[str, Any] = {"in_flight": in_flight} if in_flight > 1 else {}
     gpus = estimate_memory(config, task="causal-lm", device_map=device_map, **pass_fields, **more).gpus
     peaks = {int(gpu): max(found.forward_peak, found.backward_peak) for gpu, found in gpus.items()}
     last = list(peaks)[-1]  # in the order of the blocks
