@@ -1,6 +1,7 @@
 """A model that moves between steps trains on as if it had been there from the start."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -110,6 +111,14 @@ def test_too_little_room_is_said_before_anything_moves(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(N_GPUS < 2, reason="needs two GPUs")
 def test_from_one_gpu_to_two_and_back() -> None:
+    def held() -> int:
+        """Bytes of tensors on GPU 1: what cuBLAS keeps for its products is not a tensor's, and stays."""
+        gc.collect()
+        torch.cuda.synchronize(1)
+        torch._C._cuda_clearCublasWorkspaces()
+        return torch.cuda.memory_allocated(1)
+
+    before = held()
     here, moved = causal().to("cuda:0"), causal()
     ids = IDS.to("cuda:0")
     there = torch.optim.AdamW(here.parameters(), lr=1e-2)
@@ -121,6 +130,6 @@ def test_from_one_gpu_to_two_and_back() -> None:
             used.zero_grad()
             model(input_ids=ids.to(model.model.embed_tokens.weight.device), labels=ids, use_cache=False).loss.backward()
             used.step()
-    assert torch.cuda.memory_allocated(1) == 0
+    assert held() <= before
     for one, other in zip(moved.parameters(), here.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
