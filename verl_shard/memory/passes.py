@@ -48,7 +48,8 @@ class PassSpec:
         backward. Generation is not packed.
     trainable: for "forward" and "generate": weights are an actor's or critic's between two updates; under autocast they
         are then held in bf16 too, once and for the whole pass.
-    in_flight: micro-batches whose forwards are all issued before the one backward.
+    in_flight: micro-batches between the begin of their forward and the end of their backward at a time. Later GPUs of a
+        map hold fewer (memory/in_flight.py).
 
     Raises ConfigError with every fault at once.
     """

@@ -20,6 +20,7 @@ from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.recording import (
     GRADIENTS,
     KV_CACHE,
+    LOSS,
     OPTIMIZER,
     WEIGHTS,
     Pieces,
@@ -33,7 +34,7 @@ from verl_shard.models.spec import ModelSpec
 def record(spec: ModelSpec, module: nn.Module, wanted: PassSpec, *, fold: bool = True) -> Recording:
     """One pass in the steady state: when training, optimizer states are there and gradients are not.
 
-    With several micro-batches in flight two are run; what more of them keep is added by whoever reads `kept`.
+    Of one micro-batch, however many are in flight; a Trace adds what the others keep.
     fold: run a long chain of equal blocks short, which gives the same.
     Raises ConfigError for a model whose forward cannot be traced or is given more positions than it has.
     """
@@ -75,7 +76,7 @@ def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.M
     recorder.watch(module)
     with mode:
         optimizer = _optimizer(module, wanted) if training else None
-        inputs = [_inputs(wanted, module) for _ in range(2 if training and wanted.in_flight > 1 else 1)]
+        inputs = [_inputs(wanted, module)]
         parameters = dict(module.named_parameters())
         for name, tensor in [*parameters.items(), *module.named_buffers()]:
             recorder.add_static(tensor, pieces.of_tensor(name))
@@ -91,6 +92,9 @@ def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.M
             for tensor in given.values():
                 recorder.add_static(tensor, 0)
         n_static = len(recorder.events)
+        forward_ends: list[int] = []
+        if training:
+            module.register_forward_hook(lambda *_: forward_ends.append(len(recorder.events)))
         running = Running(recorder, module, spec, wanted, inputs, optimizer, [pieces.block_of[name] for name in blocks])
         run = {"train": train, "forward": score, "generate": generate}[wanted.phase]
         try:
@@ -102,6 +106,9 @@ def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.M
             fix = 'Maps with purpose="inference" need no pass; please report the model'
             raise config_error("cannot-trace", "model", spec.name, why, fix) from error
 
+    marks = list(ran.marks)
+    if forward_ends and forward_ends[0] < dict(marks)["backward"]:
+        marks.insert(1, (LOSS, forward_ends[0]))
     kinds = recorder.kinds()
     kinds[:n_weights], kinds[n_weights:n_states] = WEIGHTS, OPTIMIZER
     kinds[sorted(ran.gradients)] = GRADIENTS
@@ -109,7 +116,7 @@ def _record(spec: ModelSpec, pieces: Pieces, blocks: Sequence[str], module: nn.M
     if ran.n_before_step is not None:
         kinds[ran.n_before_step :] = OPTIMIZER
     return recorder.recording(
-        kinds, n_static=n_static, marks=ran.marks, kept=ran.kept, fp32=wanted.used_precision == "fp32"
+        kinds, n_static=n_static, marks=marks, kept=ran.kept, fp32=wanted.used_precision == "fp32"
     )
 
 

@@ -89,7 +89,7 @@ class OurEngine:
         held = placed[holder]
         if gpu in held.runs:
             traced = self.models.trace(own, pass_of(row.phase, own, self.workload))
-            kinds = traced.kinds_at_peak(range(*held.runs[gpu]))
+            kinds = traced.kinds_at_peak(range(*held.runs[gpu]), held.stage_of(gpu))
             parts |= {name: size for name, size in zip(KINDS, kinds, strict=True) if size}
             if away := streamed(own, traced):
                 parts["weights"] -= away

@@ -48,7 +48,6 @@ class StepTimes:
         share = w.mean_sequence_length / w.sequence_length
         n_micro = ceil(w.sequences / at_once)
         epochs = w.ppo_epochs if phase.startswith("update") else 1
-        # With several in flight two were traced, and their time is shared; a micro-batch is still one of them.
         made = pass_seconds(traced, wanted, self.rates, stages=stages, n_micro=n_micro) * (share * epochs)
         if phase.startswith("update"):
             n_steps = epochs * ceil(w.sequences / w.mini_batch_sequences)

@@ -78,13 +78,12 @@ def pass_seconds(
     """
     assert wanted.phase != "generate", "generate_seconds is for generation"
     used = stages or ((0, traced.n_blocks),)
-    share = 0.5 if wanted.phase == "train" and wanted.in_flight > 1 else 1.0  # two micro-batches were traced then
     costs = _Costs(traced.recording.work, traced.n_blocks, rates)
     passes = [(FORWARD,), (RECOMPUTE, BACKWARD)] if wanted.phase == "train" else [(FORWARD,)]
-    forward = [[costs.part(phases, stage) * share for stage in used] for phases in passes]
-    hop_s = share * _crossing_bytes(traced, used) / rates.link_bandwidth
+    forward = [[costs.part(phases, stage) for stage in used] for phases in passes]
+    hop_s = _crossing_bytes(traced, used) / rates.link_bandwidth
     adding = [0.0] * len(used)
-    if wanted.phase == "train" and wanted.in_flight == 1:
+    if wanted.phase == "train":
         gradients = _held(traced, GRADIENTS)
         adding = [3 * float(gradients[first:end].sum()) / rates.memory_bandwidth for first, end in used]
     if pipelined and len(used) > 1:
