@@ -14,8 +14,8 @@ from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.common.notices import notice
 from verl_shard.common.units import parse_bytes
 from verl_shard.mapping.devices import DeviceId, parse_device, torch_device
+from verl_shard.resources.limits import available_host_memory
 from verl_shard.runtime.offload_choice import WAYS, Choice, Share, check_stream_options, choose_offload
-from verl_shard.runtime.pinned import available_host_memory
 from verl_shard.runtime.stream_hooks import RootHook, hooks_of
 from verl_shard.runtime.stream_model import Streamed, blocks_of, host_embedding, stream_model, undo_stream
 from verl_shard.runtime.streaming import LARGE_BUFFER

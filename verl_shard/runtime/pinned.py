@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from verl_shard.resources.limits import available_host_memory as available_host_memory  # offload asks too
+from verl_shard.resources.limits import available_host_memory
 from verl_shard.runtime.copies import Copies
 
 _KEPT_FREE = 2**30
