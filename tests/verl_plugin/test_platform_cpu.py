@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from verl.plugin.platform import PlatformBase, get_platform
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 
+from verl_shard.resources import limits
 from verl_shard.verl_plugin.platform_cpu import PlatformCPU
 
 
@@ -41,7 +44,19 @@ def test_the_device_module_passes_for_torch_cpu_and_has_what_cuda_has() -> None:
     module.empty_cache()
     module.reset_peak_memory_stats(0)
     free, total = module.mem_get_info()
-    assert 0 < free <= total == psutil.virtual_memory().total
+    assert 0 < free <= total <= psutil.virtual_memory().total
+
+
+def test_its_memory_is_what_a_container_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, group = tmp_path / "own", tmp_path / "groups" / "box"
+    own.write_text("0::/box\n")
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{64 * 2**20}\n")
+    (group / "memory.current").write_text(f"{48 * 2**20}\n")
+    (group / "memory.stat").write_text(f"anon 1\ninactive_file {2**20}\n")
+    monkeypatch.setattr(limits, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(limits, "OWN", own)
+    assert get_torch_device().mem_get_info() == (17 * 2**20, 64 * 2**20)
 
 
 def test_random_states_are_the_hosts() -> None:

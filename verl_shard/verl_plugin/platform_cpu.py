@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
+from verl_shard.resources.limits import host_memory
+
 
 class _CpuModule:
     """`torch.cpu`, with the functions of `torch.cuda` that verl calls without asking whether they are there."""
@@ -37,9 +39,7 @@ class _CpuModule:
 
     @staticmethod
     def mem_get_info(*_args: Any) -> tuple[int, int]:
-        import psutil
-
-        memory = psutil.virtual_memory()
+        memory = host_memory()
         return memory.available, memory.total
 
     @staticmethod
