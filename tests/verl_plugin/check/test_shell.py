@@ -118,6 +118,18 @@ def test_nothing_is_run(tmp_path: Path) -> None:
     assert evaluate("9 ** 9 ** 9") is None
 
 
+def test_arithmetic_is_that_of_bash() -> None:
+    texts = [f"{a} {op} {b}" for a in (-7, 7, -6, 0) for op in "/%" for b in (-3, -2, 2, 3)]
+    texts += ["-7/2*2 + -7%2", "(1 - 8)/2", "2 ** 10", "-2 * -3"]
+    wanted = subprocess.run(
+        ["bash", "-c", "".join(f"echo $(({text}))\n" for text in texts)], capture_output=True, text=True, check=True
+    )
+    assert [evaluate(text) for text in texts] == [int(line) for line in wanted.stdout.split()]
+    assert (evaluate("-7/2"), evaluate("-7 % 2")) == (-3, -1)
+    for refused in ("7 / 0", "7 % 0", "2 ** -1", "-2 ** 2", "True"):
+        assert evaluate(refused) is None
+
+
 @pytest.mark.parametrize(
     "script", ["'", '"', "${", "$((", "$(", "`", "A=(", "\\", "<<", "<<EOF", "${X:-", "a'b", "$", "export", "&&"]
 )
