@@ -1,3 +1,5 @@
+"""Prompts of checkable tasks: files that verl reads, the same for the same seed."""
+
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,11 @@ from verl_shard.config.data_files import DataFiles
 from verl_shard.quickstart.checks import check_data
 from verl_shard.training.data_of_tasks import entry_of, read_rows, write_data
 from verl_shard.training.data_tasks import SOURCE, TASKS
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataFiles:
+    return write_data(tmp_path_factory.mktemp("data"), seed=3, n_train=600, n_val=60)
 
 
 def questions(path: Path) -> set[str]:
