@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -48,6 +48,7 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
         loses small updates) or "fp32". By default bf16-mixed for trainable roles and bf16 for scoring roles on CUDA,
         fp32 on the CPU.
     strict: raise instead of falling back when the attention asked for cannot run.
+    copies_on: of a ref, GPU ids: a whole copy of it on each, over which a batch is divided; instead of a device_map.
     max_memory: bytes for each GPU id, or text such as "80GiB"; a balanced map stays under it.
     offload: of a ref, where its weights are between forwards: "stream" keeps its blocks in pinned host memory and copies
         each in while others compute, which frees all but a few blocks' memory and costs no time where a micro-batch
@@ -69,6 +70,7 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
     plan: str | None = None
     precision: str | None = None
     strict: bool = False
+    copies_on: Any = None
     max_memory: dict[Any, Any] | None = None
     offload: str = "none"
     in_flight: Any = "auto"
@@ -101,6 +103,8 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
                   'Use "balanced", or a map from module name to GPU id')  # fmt: skip
         if isinstance(self.device_map, Mapping) and not self.forward_only:
             faults += untrainable(self.device_map, f"{where}.device_map")
+        if self.copies_on is not None:
+            faults += _faults_of_copies(self, f"{where}.copies_on")
         if self.offload not in OFFLOADS:
             fault("unknown-offload", "offload", self.offload, "no such way", f"Use one of {', '.join(OFFLOADS)}")
         elif self.offload != "none" and self.role != "ref":
@@ -126,6 +130,23 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
             fault("unused-key", "qat.enable", True, "the device_map engine has no quantisation-aware training",
                   "Set it to false")  # fmt: skip
         return faults
+
+
+def _faults_of_copies(config: DeviceMapEngineConfig, where: str) -> Iterator[Finding]:
+    given = config.copies_on
+    plain = isinstance(given, Sequence) and not isinstance(given, str)
+    ids = list(given) if plain else []
+    said = [
+        (config.role != "ref" or not config.forward_only, f"the {config.role} is trained, and copies of it would drift apart",
+         "Leave it out; set trainer.n_gpus_per_node, the number of processes, each with a whole model"),
+        (not ids or any(type(gpu) is not int or gpu < 0 for gpu in ids), "not a list of GPU ids", "Write [2, 4]"),
+        (len(set(map(str, ids))) < len(ids), "a GPU is named twice", "Name each once"),
+        (config.device_map not in ("balanced", "auto"), "device_map says where one copy is, and copies_on where several are",
+         "Give one of both"),
+        (config.plan is not None, "the plan says where the ref is", "Leave it out"),
+    ]  # fmt: skip
+    shown = str(ids) if plain else str(given)
+    yield from (Finding("error", "copies", where, shown, why, fix) for wrong, why, fix in said if wrong)
 
 
 def not_as_planned(settings: Mapping[str, Any], role: str, engine: Any, model: Any, optimizer: Any) -> list[Finding]:

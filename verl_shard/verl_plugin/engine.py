@@ -8,7 +8,7 @@ rollout to generate on; and processes, each with a whole model over GPUs of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,15 @@ from verl_shard.runtime.relocate import move_model
 from verl_shard.verl_plugin import hooks
 from verl_shard.verl_plugin.config import not_as_planned, untrainable
 from verl_shard.verl_plugin.engine_batches import MicroBatches
+from verl_shard.verl_plugin.engine_copies import (
+    Copies,
+    Load,
+    copies_asked,
+    join_copies,
+    lay_out_copies,
+    load_copies,
+    take_copies,
+)
 from verl_shard.verl_plugin.engine_inputs import on_host
 from verl_shard.verl_plugin.engine_pieces import InPieces
 from verl_shard.verl_plugin.gradients import GradientAverager, same_parameters
@@ -89,6 +98,9 @@ class DeviceMapEngine(FSDPEngine):
     averager: GradientAverager | None = None
     pieces: Mapping[str, InPieces] = {}
     """By pass, "forward" and "train": what is done in smaller pieces after memory ran out."""
+    copies: Copies | None = None
+    """Of a reference that has several; the module is the first one's."""
+    _load: Load
     _made_batches: MicroBatches | None = None
     _planned: Mapping[str, Any] = {}
 
@@ -101,22 +113,33 @@ class DeviceMapEngine(FSDPEngine):
             same_parameters(self.module, self.get_data_parallel_group())
             self.averager = GradientAverager(self.module, self.get_data_parallel_group())
         self.pieces = self._in_pieces()
+        if asked := copies_asked(self._planned, self.engine_config):
+            self.copies = load_copies(self, self._load, asked)
         ENGINES[self.engine_config.role] = self
 
     def _in_pieces(self) -> Mapping[str, InPieces]:
         phases = ("forward",) if self.engine_config.forward_only else ("forward", "train")
         return {phase: InPieces(self, forward_only=phase == "forward") for phase in phases}
 
-    def move(self, device_map: Mapping[str, Any], *, links: Links | None = None) -> None:
+    def move(self, where: Mapping[str, Any] | Sequence[Any], *, links: Links | None = None) -> None:
         """Lays the model over the devices of another map between two steps, its optimizer's states with it, as if it had
-        been there from the start. links: for tests. Raises as move_model, before anything moves."""
-        base = getattr(self.module, "get_base_model", lambda: self.module)()
-        move_model(base, device_map, optimizer=self.optimizer, links=links)
-        keep_outputs_in_place(base)
+        been there from the start. where: the map; or, of a reference, the devices that are to have a whole copy each.
+        links: for tests. Raises as move_model, before anything moves."""
+        if not isinstance(where, Mapping):
+            copies = lay_out_copies(self, self._load, where, links)
+            take_copies(self, copies, copies.each[0].module)
+            self._planned = {**self._planned, "device_map": None, "copies_on": list(where), "free": None}
+            return
+        if self.copies is not None:
+            take_copies(self, None, join_copies(self, self._load, where, links))
+        else:
+            base = getattr(self.module, "get_base_model", lambda: self.module)()
+            move_model(base, where, optimizer=self.optimizer, links=links)
+            keep_outputs_in_place(base)
         # Buckets have one device each, and a plan's limits, traces and remedies were those of the old GPUs.
         if self.averager is not None:
             self.averager = GradientAverager(self.module, self.get_data_parallel_group())
-        self._planned = {**self._planned, "device_map": dict(device_map), "free": None}
+        self._planned = {**self._planned, "device_map": dict(where), "copies_on": None, "free": None}
         self._made_batches, self.pieces = None, self._in_pieces()
 
     def _build_module(self) -> torch.nn.Module:
@@ -126,6 +149,7 @@ class DeviceMapEngine(FSDPEngine):
         if faults := not_as_planned(settings, engine.role, engine, model, self.optimizer_config):
             raise ConfigError(faults)
         device_map = convert_to_regular_types(planned.get("device_map", engine.device_map))
+        copies = copies_asked(planned, engine)
         if device_map == "auto":
             device_map = "balanced"
         trainable_map = isinstance(device_map, Mapping) and not engine.forward_only
@@ -146,31 +170,37 @@ class DeviceMapEngine(FSDPEngine):
             model.hf_config.num_labels = 1
             for name in ("classifier_dropout", "hidden_dropout", "summary_dropout_prob"):
                 setattr(model.hf_config, name, 0.0)
-        # A value head has no weights in the folder: without a seed it would differ from launch to launch.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(engine.seed, engine.role, "new weights"))
-            module: torch.nn.Module = load_sharded(
-                path,
-                "cpu" if get_device_name() == "cpu" else device_map,
-                task="value" if value_model else "causal-lm",
-                dtype=weights_dtype,
-                attn_implementation=planned.get("attn_implementation") or hooks.attention_of(model.hf_config),
-                gradient_checkpointing=model.enable_gradient_checkpointing and not engine.forward_only,
-                max_memory=convert_to_regular_types(engine.max_memory),
-                strict=engine.strict,
-                config=config,
-                trust_remote_code=model.trust_remote_code,
-                autocast_dtype=self._autocast_dtype,
-                offload=settings.get("offload") or engine.offload,
-                embeddings_on_host=settings.get("embeddings_on_host", False),
-                pin_limit=settings.get("pin_limit"),
-            )
-        if model.use_fused_kernels:
-            hooks.patch_fused_kernels(module, model)
-        if model.use_remove_padding:
-            use_packed_sdpa(module)
-        keep_outputs_in_place(module)
-        return module
+        attention = planned.get("attn_implementation") or hooks.attention_of(model.hf_config)
+
+        def load(where: Any) -> torch.nn.Module:
+            # A value head has no weights in the folder: without a seed it would differ from launch to launch.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(engine.seed, engine.role, "new weights"))
+                module: torch.nn.Module = load_sharded(
+                    path,
+                    "cpu" if get_device_name() == "cpu" else where,
+                    task="value" if value_model else "causal-lm",
+                    dtype=weights_dtype,
+                    attn_implementation=attention,
+                    gradient_checkpointing=model.enable_gradient_checkpointing and not engine.forward_only,
+                    max_memory=convert_to_regular_types(engine.max_memory),
+                    strict=engine.strict,
+                    config=config,
+                    trust_remote_code=model.trust_remote_code,
+                    autocast_dtype=self._autocast_dtype,
+                    offload=settings.get("offload") or engine.offload,
+                    embeddings_on_host=settings.get("embeddings_on_host", False),
+                    pin_limit=settings.get("pin_limit"),
+                )
+            if model.use_fused_kernels:
+                hooks.patch_fused_kernels(module, model)
+            if model.use_remove_padding:
+                use_packed_sdpa(module)
+            keep_outputs_in_place(module)
+            return module
+
+        self._load = load
+        return load(device_map if copies is None else {"": copies[0]})
 
     @contextmanager
     def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
@@ -208,6 +238,12 @@ class DeviceMapEngine(FSDPEngine):
                 return self._batches().run(cut, loss_function, forward_only=forward_only)
 
         with record_memory(self.engine_config.role, phase, step) as record:
+            if self.copies is not None:
+                made = self.copies.run(data, loss_function)
+                record["in_flight"] = 1
+                if self.copies.remedies:
+                    record["remedies"] = self.copies.remedies
+                return made
             share = self._batches().share_of_logits(data, loss_function)
             output = pieces.run(run, data, lambda: self._batches().at, logits=share)
             record["in_flight"] = self._batches().most

@@ -90,9 +90,10 @@ class Workers:
         more = {"calculate_entropy": entropy, "distillation_use_topk": False, "distillation_only": False}
         return self._train(self._actor.update_actor, batch, actor, "actor", **more)
 
-    def move(self, role: str, device_map: Mapping[str, Any], links: Any = None) -> None:
-        """Lays actor, critic or ref over other devices, between two steps. Raises as move_model, before anything moves."""
-        self._engines[role].move(device_map, links=links)
+    def move(self, role: str, where: Mapping[str, Any] | Sequence[Any], links: Any = None) -> None:
+        """Lays actor, critic or ref over the devices of a map, or copies of a ref on each of some, between two steps. Raises as
+        move_model, before anything moves."""
+        self._engines[role].move(where, links=links)
 
     def take_over(self, step: int) -> None:
         """The rollout generates on this run's actor from now on, also where another run was made in this process since.
