@@ -49,6 +49,12 @@ def test_columns_of_words_wrap_between_words_and_numbers_keep_their_units() -> N
     ]
 
 
+def test_how_many_times_is_one_word() -> None:
+    lines = as_text(20, table("", ("way", "ours is"), [("one batch of sixteen", "1.82 x")])).splitlines()
+    assert "│ sixteen │        │" in lines  # 7 and 6 characters: all that 20 leave
+    assert "│ one     │ 1.82 x │" in lines
+
+
 def test_where_words_do_not_fit_the_lines_between_go_first() -> None:
     # Their longest words are 6 + 18 + 10 + 8 wide: 42 and three gaps of two, or 13 for lines and spaces beside them.
     assert as_text(48, table("Chosen", *REMEDIES)).splitlines() == [

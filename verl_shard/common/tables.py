@@ -16,7 +16,7 @@ from rich.text import Text
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 _NUMBERS = tuple("0123456789+-(~<>")
-_WORD = re.compile(r"\S+(?: (?:[KMGT]iB|[KMGT]?B|m?s|%)(?!\S))?")
+_WORD = re.compile(r"\S+(?: (?:[KMGT]iB|[KMGT]?B|m?s|%|x)(?!\S))?")
 """A number stays with its unit."""
 
 
