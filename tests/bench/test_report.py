@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from verl_shard.bench import report_plots
 from verl_shard.bench.report import bench_report
 from verl_shard.bench.report_sections import UnknownSchemaError, section_of
 from verl_shard.cli import bench_tables
@@ -98,6 +99,40 @@ def test_the_error_of_estimates_is_of_what_was_recorded() -> None:
     assert table.rows == [("estimate_memory: train", "1.00%", "2.00%", 3), ("rival", "50.00%", "50.00%", 1)]
     with pytest.raises(UnknownSchemaError):
         section_of({"schema": ["verl_shard/bench-memory/2"]})
+
+
+def test_generation_has_a_row_and_a_bar_for_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(way: str, seconds: float | None, cache: int | None, same: float | None) -> dict[str, Any]:
+        ran = {
+            "seconds": seconds,
+            "cpu_seconds": seconds,
+            "tokens_per_second": None if seconds is None else 6 / seconds,
+        }
+        return {"way": way, **ran, "cache_bytes": cache, "peak_bytes": None, "same": same}
+
+    record = {
+        "schema": "verl_shard/bench-generate/1", "model": "small", "threads": 1, "device": "cpu", "dtype": "float32",
+        "prompt_tokens": [3, 9], "response_tokens": [2, 4],
+        "rows": [row("plain", 3.0, 2_000_000, 1.0), row("ours", 2.0, 3_000_000, 0.975), row("theirs", None, None, None)],
+    }  # fmt: skip
+    made = section_of(record)
+    (table,) = made.tables
+    assert table.title.startswith("small, 2 requests: prompts of 3 to 9 tokens (mean 6), responses of 2 to 4 (mean 3)")
+    assert table.rows == [
+        ("plain", "3.00", "3.00", "2", "1.50 x", "2", "-", "100.0%"),
+        ("ours", "2.00", "2.00", "3", "", "3", "-", "97.5%"),
+        ("theirs", "-", "-", "-", "", "-", "-", "-"),
+    ]
+    assert made.notes == ["Greedy, with random weights in float32, on cpu, threads: 1.", "Did not run: theirs."]
+    drawn: list[Any] = []
+    monkeypatch.setattr(report_plots, "_bars", lambda *given: drawn.append(given))
+    assert made.draw is not None
+    made.draw(record, tmp_path / "plot.png")
+    names = ["plain", "ours", "theirs (did not run)"]
+    assert drawn == [("Tokens a second", names, [2.0, 3.0, 0.0], tmp_path / "plot.png")]
+    monkeypatch.undo()
+    made.draw(record, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:

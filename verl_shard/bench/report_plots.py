@@ -79,6 +79,13 @@ def offload_phases(record: Mapping[str, Any], path: Path) -> None:
     _bars("Seconds a phase", names, [row["seconds"] for row in rows], path)
 
 
+def generate(record: Mapping[str, Any], path: Path) -> None:
+    """Tokens a second by way."""
+    rows = record["rows"]
+    names = [row["way"] + (" (did not run)" if row["seconds"] is None else "") for row in rows]
+    _bars("Tokens a second", names, [row["tokens_per_second"] or 0.0 for row in rows], path)
+
+
 def pipeline(record: Mapping[str, Any], path: Path) -> None:
     """Seconds by number of micro-batches, a panel for each kind of step."""
     rows = record["rows"]
@@ -127,7 +134,7 @@ def _bars(words: str, names: Sequence[str], values: Sequence[float], path: Path)
     at = list(range(len(names), 0, -1))
     axes.barh(at, values, color=STRONG, height=0.7)
     for y, value in zip(at, values, strict=True):
-        axes.text(value, y, f" {value:.3g}", va="center", fontsize=8)
+        axes.text(value, y, f" {value:,.0f}" if value >= 1000 else f" {value:.3g}", va="center", fontsize=8)
     axes.set_yticks(at, list(names), fontsize=8)
     axes.set_xlim(0, max(values) * 1.12)
     axes.set_xlabel(words)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_shard.bench import elastic, ladder, maps, offload_advice, report_plots
+from verl_shard.bench import elastic, generate, ladder, maps, offload_advice, report_plots
 from verl_shard.bench.frame import left_out_words
 from verl_shard.bench.ladder_rungs import Batch
 from verl_shard.bench.offload_advice_shown import advice_table, ways_tables
@@ -121,6 +121,16 @@ def _times(record: Mapping[str, Any]) -> Section:
     return Section("Predicted times beside measured", [Rows("", columns, rows)], report_plots.times)
 
 
+def _generate(record: Mapping[str, Any]) -> Section:
+    rows = [generate.GenerateRow(**row) for row in record["rows"]]
+    load = generate.Load(tuple((0,) * n for n in record["prompt_tokens"]), tuple(record["response_tokens"]))
+    threads = f", threads: {record['threads']}" if record["device"] == "cpu" else ""
+    notes = [f"Greedy, with random weights in {record['dtype']}, on {record['device']}{threads}."]
+    notes += [f"Did not run: {row.way}." for row in rows if row.seconds is None]
+    shown = _of_rich(generate.shown(record["model"], load, rows))
+    return Section("Generation", [shown], report_plots.generate, notes)
+
+
 def _plain(title: str, draw: Draw | None, columns: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Section]:
     """A section with these fields of its rows. columns: by field, its heading."""
 
@@ -157,6 +167,7 @@ _SECTIONS: dict[str, Callable[[Mapping[str, Any]], Section]] = {
     "verl_shard/bench-memory/2": _memory,
     "verl_shard/bench-stock/1": _stock,
     "verl_shard/bench-times/1": _times,
+    generate.SCHEMA: _generate,
     "verl_shard/bench-attention/1": _plain(
         "Attention, padded and packed",
         report_plots.attention,
