@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -291,9 +294,19 @@ def test_what_cannot_be_meant_is_refused() -> None:
 
 
 def test_what_fails_in_a_process_of_its_own_comes_back_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert in_a_process(lambda: 3).made == 3
+    here = os.getpid()
+    assert in_a_process(os.getpid).made == here
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert in_a_process(lambda: 4).made == 4
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
+    assert in_a_process(os.getppid).made == here
+    assert in_a_process(lambda: "torch" in sys.modules).made is True
+    # Without NVML torch has asked CUDA itself, and no fork could use a GPU.
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: -1)
+    assert in_a_process(partial(eval, "__import__('os').getppid(), 'torch' in __import__('sys').modules")).made == (
+        here,
+        False,
+    )
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
     failed = in_a_process(lambda: read_limit("1GiB", NO_GPU))
     assert failed.made is None
     assert "sees no GPU" in failed.why

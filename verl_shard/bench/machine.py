@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -49,23 +50,21 @@ class Died(Generic[T]):
     why: str = ""
 
 
-def without_cuda() -> None:
-    """Lets this process ask whether there are GPUs without starting CUDA, after which nothing could fork."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
-
 def in_a_process(run: Callable[[], T]) -> Died[T]:
-    """Runs something in a fork of this process, so that whatever it leaves on a GPU goes with it. Where there is no GPU there
-    is nothing to leave, and it runs here.
+    """Runs something in a process of its own, so that whatever it leaves on a GPU goes with it. Where there is no GPU there
+    is nothing to leave, and it runs here. run: can be pickled.
 
     What it raises comes back as words.
     """
     import torch
 
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asked otherwise, CUDA starts and nothing can fork
     if not torch.cuda.is_available():
         return Died(run())
+    # Where NVML does not answer it did start; another process then begins anew, which takes it seconds of imports.
+    how = multiprocessing.get_context("fork" if torch.cuda._device_count_nvml() >= 0 else "spawn")
     here, there = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_run_and_send, args=(run, there))
+    child: Any = how.Process(target=_run_and_send, args=(run, there))  # type: ignore[attr-defined]
     child.start()
     there.close()
     try:
@@ -86,8 +85,7 @@ def _run_and_send(run: Callable[[], T], there: Any) -> None:
 
 def look(model: Any, *, autocast: bool = True) -> Machine:
     """This machine, as a process of its own sees it. model: a configuration, asked whether flash_attention_2 can run it."""
-    without_cuda()
-    found = in_a_process(lambda: _look(model, autocast))
+    found = in_a_process(partial(_look, model, autocast))
     if found.made is None:
         raise config_error(
             "no-machine", "bench", None, f"the GPUs cannot be used: {found.why}", "See verl-shard doctor"
