@@ -1,20 +1,25 @@
-"""A reward model with a copy on each of its GPUs: bytes and seconds by hand from those of one copy."""
+"""A reward model or a reference with a copy on each of its GPUs: bytes and seconds by hand from those of one copy."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from shapes import small_qwen2
 
 from verl_shard.common.errors import ConfigError
 from verl_shard.config.cards import Card
 from verl_shard.config.inventory import Inventory
 from verl_shard.config.resource_config import load_resource_config
+from verl_shard.config.workload import Workload
 from verl_shard.memory.constants import CUDA_CONTEXT
 from verl_shard.planning.build import build_plan
+from verl_shard.planning.copies import copied_roles
 from verl_shard.planning.plan import Plan
+from verl_shard.planning.plan_file import read_role
 from verl_shard.planning.rates import Rates
+from verl_shard.planning.settings import fill, read_roles
 
 N, MICRO = 24, 4
 WORK = {"train_batch_size": N, "prompt_length": 48, "response_length": 80, "algorithm": "rloo", "kl": "none"}
@@ -91,9 +96,88 @@ def test_side_by_side_there_are_several() -> None:
     assert len({peaks[gpu] for gpu in made.roles["reward"].devices}) == 1
 
 
+def ref_of(
+    n: int, *, side_by_side: bool = False, micro_batch_size: int = 4, **ref: Any
+) -> tuple[Plan, dict[int, int], float]:
+    """A plan with a reference, and of its phase the peaks and the seconds."""
+    actor = {"model": small_qwen2(), **({} if side_by_side else {"devices": [0]})}
+    made = build_plan(
+        {"actor": actor, "ref": {"micro_batch_size": micro_batch_size, **ref}},
+        gpus=Inventory.declared(n, card=CARD),
+        workload={**WORK, "kl": "loss"},
+        rates=BUSY,
+        side_by_side=side_by_side,
+    )
+    (row,) = [row for row in made.phases if row.phase == "ref_log_prob"]
+    return made, dict(row.peaks), row.seconds
+
+
+def test_a_reference_has_copies_as_a_reward_model_has(tmp_path: Any) -> None:
+    one, of_one, alone = ref_of(3, devices=[1])
+    two, of_two, shared = ref_of(3, devices=[1, 2], strategy="data_parallel")
+    assert of_two == {0: of_one[0], 1: of_one[1], 2: of_one[1]}
+    assert shared == pytest.approx(alone * 3 / 6, rel=1e-6)
+    for row, same in zip(two.phases, one.phases, strict=True):
+        assert sum(row.parts.values()) == row.peaks[row.fullest]
+        if row.phase != "ref_log_prob":
+            assert row.peaks == {0: same.peaks[0], 1: same.peaks[1], 2: same.peaks[1]}
+    assert (two.roles["ref"].devices, two.roles["ref"].device_map) == ((1, 2), None)
+    assert any("ref has one on each of 2 GPUs" in check.says for check in two.checks)
+    assert "a copy on each" in two.report(140)
+    assert "a copy on each" not in one.report(140)
+    # Twelve copies of 24 sequences work in micro-batches of two.
+    _, of_many, many_s = ref_of(13, devices=list(range(1, 13)), strategy="data_parallel")
+    _, small, small_s = ref_of(13, devices=[1], micro_batch_size=2)
+    assert of_many[12] == small[1]
+    assert many_s == pytest.approx(small_s / 12, rel=1e-6)
+    # What the engine reads of it.
+    two.save(tmp_path / "plan.yaml")
+    entry = read_role(tmp_path / "plan.yaml", "ref")
+    assert (entry["devices"], entry["settings"]["strategy"], entry["device_map"]) == ([1, 2], "data_parallel", None)
+
+
+def test_streamed_copies_of_a_reference() -> None:
+    one, of_one, _ = ref_of(3, devices=[1], offload="stream")
+    two, of_two, _ = ref_of(3, devices=[1, 2], offload="stream", strategy="data_parallel")
+    assert two.host_parts["ref weights"] == 2 * one.host_parts["ref weights"] > 0
+    assert of_two[2] == of_one[1]
+
+
+def test_a_reference_side_by_side_has_several() -> None:
+    made, peaks, _ = ref_of(3, side_by_side=True, strategy="data_parallel")
+    assert len(made.roles["ref"].devices) >= 2
+    assert len({peaks[gpu] for gpu in made.roles["ref"].devices}) == 1
+
+
+def test_adapters_that_a_remedy_brings_leave_no_copies() -> None:
+    """The reference is then the actor without them, on the actor's GPUs."""
+    settings = fill(
+        read_roles({"actor": small_qwen2(), "ref": {"strategy": "data_parallel", "micro_batch_size": 4}}),
+        Workload(**{**WORK, "kl": "loss"}),
+    )
+    assert set(copied_roles(settings)) == {"ref"}
+    assert copied_roles(settings.changed("actor", lora_rank=8)) == {}
+
+
+def test_ppo_trainer_takes_the_model_config_of_a_plan_with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_shard.training.placement import read_places
+
+    given = plan(3, devices=[1, 2], strategy="data_parallel").model_config
+    made, *_ = ref_of(3, devices=[2, 0], strategy="data_parallel")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert given["reward"] == {"copies_on": [1, 2], "dtype": "bfloat16", "attn_implementation": "sdpa"}
+    place = read_places(given, ("actor", "reward"), lora=False).roles["reward"]
+    assert (place.devices, place.copies, place.device_map) == ((1, 2), True, None)
+    place = read_places(made, ("actor", "ref"), lora=False).roles["ref"]
+    assert (place.devices, place.copies, place.precision) == ((2, 0), True, "bf16")
+
+
 def test_one_gpu_has_one_copy() -> None:
     with pytest.raises(ConfigError, match=r"reward.strategy = data_parallel: there is one GPU, and so one copy"):
         plan(1, strategy="data_parallel")
+    with pytest.raises(ConfigError, match=r"ref.strategy = data_parallel: there is one GPU, and so one copy"):
+        ref_of(1, strategy="data_parallel")
 
 
 def test_a_resource_config_with_copies_is_planned(tmp_path: Any) -> None:

@@ -115,7 +115,8 @@ def test_auto_is_for_the_planner() -> None:
     ("backend", "given", "why"),
     [
         ("device_map", {"reward": {"strategy": "vllm"}}, "has device_map or none or data_parallel there"),
-        ("device_map", {"ref": {"strategy": "data_parallel"}}, "a reference has one copy in each process"),
+        ("device_map", {"actor": {"strategy": "data_parallel"}}, "backend device_map has device_map or none there"),
+        ("fsdp2", {"ref": {"strategy": "data_parallel"}}, "backend fsdp2 has fsdp2 there"),
         ("device_map", {"reward": {"strategy": "data_parallel", "devices": [2]}}, "one GPU, and so one copy"),
         ("device_map", {"reward": {"strategy": "none", "devices": [1, 2]}}, "it is for one GPU, and there are 2"),
         ("fsdp2", {"reward": {"strategy": "data_parallel"}}, "backend fsdp2 has vllm or sglang there"),
@@ -131,6 +132,13 @@ def test_strategies_that_a_role_cannot_have(backend: Any, given: dict[str, Any],
     found = faults(backend=backend, **{role: {"model": "m", **section}})
     assert list(found) == [f"{role}.strategy"]
     assert why in found[f"{role}.strategy"]
+
+
+def test_a_reference_with_copies_has_weights_of_its_own() -> None:
+    assert filled(ref={"strategy": "data_parallel"}).roles["ref"].strategy == "data_parallel"
+    found = faults(actor={"model": "a", "lora_rank": 4}, ref={"strategy": "data_parallel"})
+    assert list(found) == ["ref.strategy"]
+    assert "the reference is the actor without its adapters" in found["ref.strategy"]
 
 
 def test_a_reward_model_on_stock_verl_is_on_the_rollouts_engine() -> None:

@@ -1,4 +1,4 @@
-"""A scoring role with a whole copy on each of its GPUs (strategy data_parallel): what each holds, and how long they take."""
+"""A scoring role, reward or ref, with a whole copy on each of its GPUs (strategy data_parallel): bytes and seconds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import ceil
 from verl_shard.config.roles import Role, RoleConfig
 from verl_shard.config.workload import Workload
 from verl_shard.planning.layout import Layouts, Placed
+from verl_shard.planning.settings import Settings
 from verl_shard.planning.step_time import StepTimes
 from verl_shard.planning.times import PassTime
 
@@ -16,6 +17,12 @@ from verl_shard.planning.times import PassTime
 def has_copies(own: RoleConfig) -> bool:
     """Whether each GPU of the role has all of its model."""
     return own.strategy == "data_parallel"
+
+
+def copied_roles(settings: Settings) -> dict[Role, RoleConfig]:
+    """Those roles, but for a reference that is the actor without its adapters."""
+    in_actor = ("ref",) if settings.ref_in_actor else ()
+    return {role: own for role, own in settings.roles.items() if has_copies(own) and role not in in_actor}
 
 
 def as_run(own: RoleConfig, n: int, workload: Workload) -> RoleConfig:

@@ -12,7 +12,7 @@ from verl_shard.config.workload import Workload
 from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import KINDS
-from verl_shard.planning.copies import CopiedLayouts, as_run, copies_seconds, has_copies
+from verl_shard.planning.copies import CopiedLayouts, as_run, copied_roles, copies_seconds, has_copies
 from verl_shard.planning.layout import PhaseBytes, Placed, holder_of, limit_of, streamed
 from verl_shard.planning.models import Models, pass_of
 from verl_shard.planning.placed_apart import in_words, placement_of
@@ -123,7 +123,7 @@ class OurEngine:
 
     def _second_copies(self, settings: Settings) -> str:
         said = "generation is on the actor's own module"
-        copied = {role: self.devices_of(settings, role) for role, own in settings.roles.items() if has_copies(own)}
+        copied = {role: self.devices_of(settings, role) for role in copied_roles(settings)}
         if not copied:
             return f"none: {said}"
         each = ", ".join(f"{role} has one on each of {len(gpus)} GPUs, as asked" for role, gpus in copied.items())
@@ -176,10 +176,9 @@ class OurEngine:
 
     def _as_run(self, settings: Settings) -> Settings:
         """With the batches that roles with copies work in."""
-        for role, own in settings.roles.items():
-            if has_copies(own):
-                made = as_run(own, len(self.devices_of(settings, role)), self.workload)
-                settings = replace(settings, roles={**settings.roles, role: made})
+        for role, own in copied_roles(settings).items():
+            made = as_run(own, len(self.devices_of(settings, role)), self.workload)
+            settings = replace(settings, roles={**settings.roles, role: made})
         return settings
 
     def _placed(self, settings: Settings) -> dict[Role, Placed]:

@@ -122,16 +122,18 @@ class Plan:
 
     @property
     def model_config(self) -> dict[str, dict[str, Any]]:
-        """By role, the keywords of the articles' `model_config`: device_map, dtype, attn_implementation."""
-        return {
-            role: {
-                "device_map": dict(own.device_map),
-                "dtype": dtype_name(PassSpec(precision=own.precision).weight_dtype),
-                "attn_implementation": own.settings["attn_implementation"],
-            }
-            for role, own in self.roles.items()
-            if own.device_map is not None
-        }
+        """By role, the keywords of the articles' `model_config`: device_map or copies_on, dtype, attn_implementation."""
+        made: dict[str, dict[str, Any]] = {}
+        for role, own in self.roles.items():
+            if own.device_map is not None:
+                made[role] = {"device_map": dict(own.device_map)}
+            elif own.settings.get("strategy") == "data_parallel":
+                made[role] = {"copies_on": list(own.devices)}
+            else:
+                continue
+            made[role]["dtype"] = dtype_name(PassSpec(precision=own.precision).weight_dtype)
+            made[role]["attn_implementation"] = own.settings["attn_implementation"]
+        return made
 
     def free_beside(self, role: str) -> dict[int, int] | None:
         """Bytes that stay free on each GPU of a trained role at the peak of its update; None of other roles, and of those

@@ -108,6 +108,8 @@ def _roles(plan: Plan) -> RenderableType:
             for name, value in settings.items()
             if name not in _SAID and value not in (False, 0, "none")
         ]
+        if own.settings.get("strategy") == "data_parallel":
+            words.append("a copy on each")
         where = ids_in_words(own.devices) if own.devices else "CPU"
         rows.append((role, own.model, f"{own.n_params / 1e9:.2f} B", where, own.precision, micro, ", ".join(words)))
     return table("Roles", columns, rows)

@@ -31,7 +31,11 @@ _TAKEN_BY: dict[str, tuple[tuple[str, ...], tuple[Backend, ...]]] = {
 """Fields that some roles only take, and on which backends."""
 _STOCK_ENGINES = {"rollout": ENGINES, "reward": ENGINES}
 _STRATEGIES: dict[Backend, dict[str, tuple[str, ...]]] = {
-    "device_map": {"rollout": ("hf",), "reward": ("device_map", "none", "data_parallel"), "": ("device_map", "none")},
+    "device_map": {
+        "rollout": ("hf",),
+        **dict.fromkeys(("ref", "reward"), ("device_map", "none", "data_parallel")),
+        "": ("device_map", "none"),
+    },
     "fsdp": {**_STOCK_ENGINES, "": ("fsdp",)},
     "fsdp2": {**_STOCK_ENGINES, "": ("fsdp2",)},
 }
@@ -118,6 +122,9 @@ def fill(config: ResourceConfig, workload: Workload) -> Settings:
         faults += of_backend
         faults += (fault for fault in of_role if fault.where not in {other.where for other in of_backend})
     faults += _rollout_apart(asked, config.backend)
+    if asked["actor"].lora_rank and "ref" in asked and asked["ref"].strategy == "data_parallel":
+        why = "with lora_rank the reference is the actor without its adapters"
+        faults.append(_fault("no-effect", "ref.strategy", "data_parallel", why, "Leave it out"))
     if faults:
         raise ConfigError(faults)
     filled = {role: _filled(role, asked, workload, config.backend) for role in ROLES if role in asked}
@@ -205,8 +212,6 @@ def _of_another_backend(role: str, own: RoleConfig, backend: Backend) -> list[Fi
     fitting = _strategies(role, own, backend)
     if own.strategy is not None and own.strategy not in fitting:
         why = f"backend {backend} has {' or '.join(fitting)} there"
-        if ours and role == "ref" and own.strategy == "data_parallel":
-            why = "a reference has one copy in each process, and a device_map is one process"
         faults.append(
             _fault("strategy", f"{role}.strategy", own.strategy, why, f"Use {' or '.join(fitting)}, or leave it out")
         )
