@@ -70,6 +70,28 @@ def test_the_articles_file_runs_with_our_strategies_said_once() -> None:
             {"actor": {"devices": [0, 1]}, "reward": {"device": "cpu", "dtype": "bfloat16"}, "critic": {"device": 2}},
         ),
         ({"actor": {"device_ids": [1]}, "rollout": {"strategy": "hf", "device_ids": [1]}}, {"actor": {"device": 1}}),
+        (
+            {"ref": {"device_ids": [2, 4], "strategy": "data_parallel", "offload": "stream"}},
+            {"actor": {}, "ref": {"copies_on": [2, 4], "offload": "stream"}},
+        ),
+        (  # what a config leaves to the process
+            {
+                "actor": {"strategy": "none"},
+                "critic": {"strategy": "device_map"},
+                "ref": {"strategy": "data_parallel"},
+                "reward": {"strategy": "none", "device_type": "cpu"},
+            },
+            {
+                "actor": {"strategy": "none"},
+                "critic": {},
+                "ref": {"strategy": "data_parallel"},
+                "reward": {"device": "cpu"},
+            },
+        ),
+        (
+            {"actor": {"device_ids": [1, 2]}, "ref": {"strategy": "none"}, "colocation": [["actor", "ref"]]},
+            {"actor": {"devices": [1, 2]}, "ref": {"device": 1}},
+        ),
     ],
 )
 def test_what_ppo_trainer_is_told(given: dict[str, Any], told: dict[str, Any]) -> None:
@@ -81,7 +103,7 @@ def test_what_it_takes_elsewhere_or_not_at_all_is_refused_at_once() -> None:
     config = as_resource_config(
         {
             "actor": {"model": "m", "lora_rank": 8, "gradient_checkpointing": True, "micro_batch_size": 2},
-            "ref": {"strategy": "data_parallel", "device_ids": [0, 1], "task": "causal-lm"},
+            "ref": {"device_ids": [0, 1], "task": "causal-lm"},
             "reward": {"precision": "bf16-mixed"},
             "rollout": {"precision": "bf16", "micro_batch_size": 4},
         }
@@ -93,7 +115,6 @@ def test_what_it_takes_elsewhere_or_not_at_all_is_refused_at_once() -> None:
         ("actor.gradient_checkpointing", "Write use_gradient_checkpointing=True"),
         ("actor.micro_batch_size", "Write ppo_config['micro_batch_size']"),
         ("actor.lora_rank", "Write ppo_config['lora_rank']"),
-        ("ref.strategy", "Use device_map"),
         ("ref.task", "Leave it out"),
         ("reward.precision", "Use bf16 or fp32"),
         ("rollout.precision", "Leave it out, or set the actor's"),
@@ -118,6 +139,7 @@ def test_ppo_trainer_knows_every_key() -> None:
 
     known = {key.name for key in KEYS if key.section == "model_config"}
     used = {
+        "strategy",
         "device",
         "devices",
         "copies_on",

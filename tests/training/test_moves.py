@@ -32,7 +32,7 @@ def test_what_moves_how() -> None:
     }
     moved = {key for key, move in MOVES.items() if move.how != "no"}
     engine = {(role, how) for role in ("actor", "critic", "ref") for how in ("none", "device_map")}
-    reward = {("reward", how) for how in ("none", "device_map", "data_parallel")}
+    reward = {("reward", how) for how in ("none", "device_map", "data_parallel")} | {("ref", "data_parallel")}
     theirs = {(role, how) for role in ("actor", "critic", "ref") for how in ("fsdp", "fsdp2")}
     theirs |= {("reward", "vllm"), ("reward", "sglang")}
     assert {key[1:] for key in moved if key[0] == "verl"} == engine | reward

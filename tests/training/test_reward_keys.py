@@ -74,10 +74,61 @@ def test_copies_of_a_reward_model(read: Callable[..., Inputs], make_model: MakeM
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("four_gpus")
+def test_copies_of_a_reference_are_in_the_plan(
+    read: Callable[..., Inputs], make_model: MakeModel, tmp_path: Path
+) -> None:
+    """With what one of them takes of its GPU: weights in bf16, and buffers."""
+    config = {"actor": {"device": 0}, "critic": {"device": 0}, "ref": {"copies_on": [3, "cuda:1"], "offload": "stream"}}
+    inputs, model = read(model_config=config), make_model()
+    assert inputs.places.gpus == (0, 1, 3)
+    placement.lay_out(inputs.places, dict.fromkeys(("actor", "critic", "ref"), str(model)), tmp_path / "plan.yaml")
+    entry, actor = (read_role(tmp_path / "plan.yaml", role) for role in ("ref", "actor"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    n_bytes = sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers()))
+    assert entry["loads"] == {3: n_bytes, 1: n_bytes}
+    assert {name: value for name, value in entry.items() if name != "loads"} == {
+        "copies_on": [3, 1], "precision": "bf16", "attn_implementation": "sdpa", "settings": {"offload": "stream"},
+    }  # fmt: skip
+    assert actor["device_map"] == {"": 0}
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_where_a_strategy_puts_a_role_that_names_no_device(read: Callable[..., Inputs]) -> None:
+    roles = {"actor": {"strategy": "none"}, "critic": {"strategy": "device_map"}, "ref": {"strategy": "data_parallel"}}
+    found = read(model_config=roles).places.roles
+    assert {role: (place.devices, place.copies) for role, place in found.items()} == {
+        "actor": ((0,), False), "critic": ((0, 1, 2, 3), False), "ref": ((0, 1, 2, 3), True),
+    }  # fmt: skip
+    named = {"ref": {"strategy": "data_parallel", "devices": [2, 1]}, "actor": {"strategy": "none", "device": 3}}
+    found = read(model_config=named).places.roles
+    assert [(found[role].devices, found[role].copies) for role in ("ref", "actor")] == [((2, 1), True), ((3,), False)]
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"actor": {"strategy": "data_parallel"}}, "a role that is trained has a copy in each process"),
+        ({"actor": {"copies_on": [0, 1]}}, "it is for ref and reward, and changes nothing of the actor"),
+        ({"ref": {"strategy": "none", "devices": [0, 1]}}, "it is for one GPU, and there are 2"),
+        ({"ref": {"strategy": "data_parallel", "device": 1}}, "there is one GPU, and so one copy"),
+        ({"ref": {"strategy": "data_parallel", "device": "cpu"}}, "it works on GPUs, and device_type is cpu"),
+        ({"ref": {"strategy": "none", "copies_on": [1]}}, "copies_on says it otherwise. Leave out one of them"),
+        ({"ref": {"copies_on": [1, 2], "device": 3}}, "device and copies_on both say where it is"),
+        ({"ref": {"copies_on": [1, 7]}}, "this process has GPU 0, 1, 2, 3; 7 belongs to another process"),
+        ({"ref": {"strategy": "fsdp"}}, "not one of none, device_map, data_parallel"),
+    ],
+)
+def test_faults_of_strategies_and_copies(read: Callable[..., Inputs], config: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(model_config=config)
+
+
 def test_every_argument_of_a_scoring_model_can_be_said() -> None:
     keys = {key.name for key in KEYS if key.section == "model_config" and "reward" in key.roles}
     assert set(inspect.signature(ScoringModel).parameters) - keys == {"path"}
-    assert keys - set(inspect.signature(ScoringModel).parameters) == {"device", "torch_dtype", "precision"}
+    assert keys - set(inspect.signature(ScoringModel).parameters) == {"device", "strategy", "torch_dtype", "precision"}
 
 
 STEPS = {
@@ -152,7 +203,7 @@ def test_keys_that_do_not_go_with_the_reward_model(
     ("role", "key", "value", "for_"),
     [
         ("actor", "batch_size", 4, "reward"), ("ref", "aggregate", "min", "reward"),
-        ("rollout", "copies_on", ["cpu"], "reward"), ("critic", "pin_limit", 5, "ref and reward"),
+        ("rollout", "copies_on", ["cpu"], "ref and reward"), ("critic", "pin_limit", 5, "ref and reward"),
     ],
 )  # fmt: skip
 def test_keys_of_another_role_are_refused(

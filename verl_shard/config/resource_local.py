@@ -88,13 +88,13 @@ def model_config_of(config: ResourceConfig) -> dict[str, dict[str, Any]]:
         ids = owned.get(role)
         if own.device_type == "cpu":
             section["device"] = "cpu"
-        elif ids and own.strategy == "data_parallel" and role == "reward":
+        elif ids and own.strategy == "data_parallel":
             section["copies_on"] = list(ids)
-        elif ids:
-            section |= {"device": ids[0]} if len(ids) == 1 else {"devices": list(ids)}
-        if own.strategy == "data_parallel" and role != "reward":
-            why, fix = "the local runner has one copy of it in each process", "Use device_map"
-            faults.append(_fault("strategy", f"{role}.strategy", own.strategy, why, fix))
+        elif ids:  # of a group's GPUs strategy none has the first
+            one = len(ids) == 1 or own.strategy == "none"
+            section |= {"device": ids[0]} if one else {"devices": list(ids)}
+        elif own.strategy in ("none", "data_parallel"):  # of GPUs that only the process knows
+            section["strategy"] = own.strategy
         faults += _precision(role, own, section)
         if own.attn_implementation is not None:
             section["attn_implementation"] = own.attn_implementation

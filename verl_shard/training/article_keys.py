@@ -149,8 +149,11 @@ KEYS = (
     Key("model_config", "pin_limit", "Of ref and reward with offload stream or auto: the most host memory that a process pins "
         "for all its models, such as 40GiB. [what the host can spare]",
         _parsed(partial(parse_bytes, where="pin_limit"), "a number of bytes"), roles=_SCORING),
-    Key("model_config", "copies_on", "Of reward: a whole copy on each of these devices; batches are split over them, and scores "
-        "keep the order of the responses.", _devices, roles=_REWARD),
+    Key("model_config", "copies_on", "Of ref and reward: a whole copy on each of these devices; batches are split over them, and "
+        "results keep the order of the responses.", _devices, roles=_SCORING),
+    Key("model_config", "strategy", "What a resource config says of a role that names no device: none, the first GPU of this "
+        "process; device_map, laid over all of them; of ref and reward data_parallel, a copy on each. [device_map]",
+        _choice("none", "device_map", "data_parallel"), roles=("actor", "critic", "ref", "reward")),
     Key("model_config", "task", "Of reward: reward, one score a response, or process-reward, one a step. [as its architecture "
         "says]", _choice(*TASKS), roles=_REWARD),
     Key("model_config", "tokenizer", "Of reward: the hub id or folder of its tokenizer. [the model's own]", _text, roles=_REWARD),

@@ -43,11 +43,6 @@ _FOLLOWS = "the hf rollout generates on the actor's weights"
 _ENGINE = "the rollout's engine has its GPUs from pools that verl's separate_async makes when it starts"
 _NEW_START = "Stop, write the pools with pool_overrides(config), and start again with trainer.resume_mode=auto"
 _WITH_ACTOR = Move("no", _FOLLOWS, "Move the actor")
-_ONE_COPY = Move(
-    "no",
-    "a reference has one copy in each process",
-    "Use device_map; or resume in more processes, as accelerate launch does",
-)
 _NO_SHARDS = Move(
     "no", "PPOTrainer's models on Ray are on the device_map engine, and verl shards over pools it makes at its start",
     "Use device_map; or, of a run on stock verl, " + _NEW_START[0].lower() + _NEW_START[1:],
@@ -67,7 +62,7 @@ def _local(role: Role, strategy: str) -> Move:
         return Move("live", _SHARDED, instead="device_map")
     if strategy in ("vllm", "sglang"):
         return Move("live", _SERVED, instead="device_map")
-    return _ONE_COPY if role == "ref" and strategy == "data_parallel" else _LIVE
+    return _LIVE
 
 
 def _verl(role: Role, strategy: str) -> Move:
@@ -77,7 +72,7 @@ def _verl(role: Role, strategy: str) -> Move:
         return _NO_SHARDS
     if strategy in ("vllm", "sglang"):
         return _NO_SERVER
-    return _ONE_COPY if role == "ref" and strategy == "data_parallel" else _RELAUNCH
+    return _RELAUNCH
 
 
 MOVES: dict[tuple[str, Role, str], Move] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.common.notices import notice
 from verl_shard.config.resource_config import load_resource_config
+from verl_shard.config.resource_rules import role_faults
+from verl_shard.config.roles import RoleConfig
 from verl_shard.mapping.build import build_device_map
 from verl_shard.mapping.check import check_device_map
 from verl_shard.mapping.device_map import DeviceMap
@@ -29,7 +31,7 @@ _SCORING = (
     "task", "tokenizer", "chat_template", "label", "aggregate", "separator", "step_mark", "batch_size", "too_long",
     "empty_response",
 )  # fmt: skip
-"""Keys that only a reward model has, beside copies_on: ScoringModel's arguments, by the same names."""
+"""Keys that only a reward model has: ScoringModel's arguments, by the same names."""
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _ACCELERATE = "ACCELERATE_MIXED_PRECISION"
 
@@ -38,8 +40,8 @@ _ACCELERATE = "ACCELERATE_MIXED_PRECISION"
 class RolePlace:
     """devices: in the order of the model's blocks; device_map: only where one was given. precision: None for a reward model.
 
-    offloading: more arguments of offload_model. copies: a reward model's devices have a whole copy each. scoring: a reward
-    model's other arguments of ScoringModel.
+    offloading: more arguments of offload_model. copies: each of a ref's or a reward model's devices has a whole copy. scoring:
+    a reward model's other arguments of ScoringModel.
     """
 
     devices: tuple[DeviceId, ...]
@@ -178,7 +180,10 @@ def _place(role: str, section: Mapping[str, Any], share: tuple[DeviceId, ...], *
     if len(ways) > 1:
         why = f"{' and '.join(ways)} both say where it is"
         faults.append(_fault("device-conflict", where, "", why, f"Leave out {ways[0]}"))
-    devices = tuple(dict.fromkeys(parse_device(device) for device in _named(section))) or share
+    strategy = section.get("strategy")
+    everything = share[:1] if strategy == "none" else share
+    devices = tuple(dict.fromkeys(parse_device(device) for device in _named(section))) or everything
+    faults += _of_strategy(role, section, devices, where)
     if other := [d for d in devices if isinstance(d, int) and d not in share]:
         mine = ", ".join(map(str, share))
         why = f"this process has GPU {mine}; {', '.join(map(str, other))} belongs to another process, or to none"
@@ -209,9 +214,24 @@ def _place(role: str, section: Mapping[str, Any], share: tuple[DeviceId, ...], *
         faults += error.findings
     if faults:
         raise ConfigError(faults)
-    attention, copies = section.get("attn_implementation", "sdpa"), "copies_on" in section
+    attention = section.get("attn_implementation", "sdpa")
+    copies = "copies_on" in section or strategy == "data_parallel"
     device_map = section.get("device_map")
     return RolePlace(devices, device_map, dtype, precision, attention, offload, offloading, copies, scoring)
+
+
+def _of_strategy(role: str, section: Mapping[str, Any], devices: tuple[DeviceId, ...], where: str) -> Iterator[Finding]:
+    """What is wrong with a strategy for these devices, as resource configs have it."""
+    strategy = section.get("strategy")
+    if strategy is None:
+        return
+    ids = tuple(device for device in devices if isinstance(device, int))
+    on_gpus = RoleConfig(strategy=strategy, devices=ids) if ids else RoleConfig(strategy=strategy, device_type="cpu")
+    yield from (replace(fault, where=f"{where}['strategy']") for fault in role_faults(role, on_gpus))  # type: ignore[arg-type]
+    other = "device_map" if strategy == "data_parallel" else "copies_on"
+    if other in section:
+        why = f"{other} says it otherwise"
+        yield _fault("device-conflict", f"{where}['strategy']", strategy, why, "Leave out one of them")
 
 
 def _scoring(section: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -314,6 +334,16 @@ def entry_of(role: str, places: Places, models: Mapping[str, str], **pass_fields
     place = places.roles[role]
     device_map: dict[str, Any]
     loads: dict[Any, int] = {}
+    if place.copies:
+        first = replace(places, roles={**places.roles, role: replace(place, copies=False, devices=place.devices[:1])})
+        one = entry_of(role, first, models, **pass_fields)
+        size = sum(one["loads"].values())
+        loads = dict.fromkeys(place.devices, size) if size else {}
+        return {
+            "copies_on": list(place.devices),
+            **{name: one[name] for name in one if name != "device_map"},
+            "loads": loads,
+        }
     if place.device_map is not None:
         found = check_device_map(models[role], place.device_map, trainable=role in TRAINED, task=_task(role))
         if faults := [finding for finding in found if finding.level == "error"]:

@@ -202,7 +202,7 @@ class PPOTrainer:
         """Has a component be on other devices from the next step on; see docs/moving_resources.md for what can be moved.
 
         device_ids: GPU ids as a list or a text ("0-1"), a device_map, or "cpu" for a reward model. strategy: none, device_map,
-        or data_parallel for a reward model; by default what as many ids say.
+        or data_parallel for ref and reward; by default what as many ids say.
         To be called between two steps, from a callback too; of several processes in all. The local runner moves at once, the
         optimizer's states too; on Ray the launch ends after its next checkpoint and another goes on from there.
         Raises ConfigError for what cannot be moved and GPUs that others use, and DoesNotFitError, before anything moves.
@@ -241,7 +241,7 @@ class PPOTrainer:
             return []
         entry = placement.entry_of(role, places, self._models, **self._inputs.pass_fields)
         if self._local is not None:
-            self._local.workers.move(role, entry["device_map"])
+            self._local.workers.move(role, entry.get("copies_on") or entry["device_map"])
         placement.lay_out_again(role, entry, places, self._plan)
         return []
 
