@@ -22,7 +22,13 @@ from verl_shard.planning.rates import Rates
 from verl_shard.planning.settings import fill, read_roles
 
 N, MICRO = 24, 4
-WORK = {"train_batch_size": N, "prompt_length": 48, "response_length": 80, "algorithm": "rloo", "kl": "none"}
+WORK: dict[str, Any] = {
+    "train_batch_size": N,
+    "prompt_length": 48,
+    "response_length": 80,
+    "algorithm": "rloo",
+    "kl": "none",
+}
 # Operations take the GPU all the time and the host next to none, or the other way round.
 BUSY = Rates.of(Card("slow", 2**40, 1e9, 1e9, 1e8, 1e9, 1e9, (9, 0), "made up"))
 CARD = Card("small", 4096 * 2**20 + CUDA_CONTEXT.n_bytes, 1e14, 1e13, 1e12, 5e10, 1e11, (9, 0), "made up")

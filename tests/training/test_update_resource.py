@@ -37,8 +37,8 @@ def on_made_up_gpus(trainer: PPOTrainer, links: FakeLinks, n: int = 4) -> None:
     trainer._inputs = replace(trainer._inputs, places=places)
     for engine in trainer._started().workers._engines.values():
 
-        def move(device_map: Any, *, real: Any = engine.move, **_: Any) -> None:
-            real(device_map, links=links)
+        def move(where: Any, *, real: Any = engine.move, **_: Any) -> None:
+            real(where, links=links)
 
         engine.move = move  # type: ignore[method-assign]
 
@@ -50,7 +50,8 @@ def engine_of(trainer: PPOTrainer, role: str) -> Any:
 def devices_of(trainer: PPOTrainer, role: str, links: FakeLinks) -> set[str]:
     """Where weights, buffers, gradients and the optimizer's states are."""
     engine = engine_of(trainer, role)
-    tensors = [*engine.module.parameters(), *engine.module.buffers()]
+    modules = [copy.module for copy in engine.copies.each] if engine.copies else [engine.module]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     if engine.optimizer is not None:
         tensors += [v for state in engine.optimizer.state.values() for v in state.values() if v.dim()]
     return {links.of(tensor) for tensor in tensors}
@@ -68,9 +69,9 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]], nam
 
 
 def test_every_role_moves_and_nothing_else_changes(trainer: Make, tmp_path: Path) -> None:
-    settings = {"steps": 3, "kl_coef": 0.1, "critic_lr": 1e-2}
+    settings = {"steps": 4, "kl_coef": 0.1, "critic_lr": 1e-2}
     still = trainer(ppo=settings, output_dir=tmp_path / "still").train()
-    links, seen = FakeLinks(), []
+    links, seen, plans = FakeLinks(), [], []
 
     def move(made: PPOTrainer, step: int, _: Any) -> None:
         if step == 1:
@@ -78,11 +79,20 @@ def test_every_role_moves_and_nothing_else_changes(trainer: Make, tmp_path: Path
             made.update_resource("actor", [0, 1])
             made.update_resource("critic", "1-2", strategy="device_map")
             made.update_resource("ref", [3])
+        if step == 3:
+            made.update_resource("ref", [0])
         seen.append({role: devices_of(made, role, links) for role in ("actor", "critic", "ref")})
         if step == 2:
             made.update_resource("actor", [2])
             made.update_resource("actor", ["cuda:3", 0])
             made.update_resource("actor", [3, 0])  # it is there already
+            made.update_resource("ref", [3, 1], strategy="data_parallel")
+            made.update_resource("ref", "3,1", "data_parallel")  # they are
+            assert engine_of(made, "ref").copies.devices == (3, 1)
+            assert devices_of(made, "ref", links) == {"gpu3", "gpu1"}
+            plans.append(yaml.safe_load((tmp_path / "moved" / "plan.yaml").read_text())["roles"]["ref"])
+            kept = json.loads((tmp_path / "moved" / "run.json").read_text())["moved"]["ref"]
+            assert kept == [{"asked": {"devices": ["cpu"]}, "now": {"copies_on": [3, 1]}}]
 
     def reward(response: str) -> float:
         with pytest.raises(ConfigError, match="a step is under way"):
@@ -95,14 +105,18 @@ def test_every_role_moves_and_nothing_else_changes(trainer: Make, tmp_path: Path
     made.update_resource("actor", "cpu")  # where it is
     found = made.train()
     first = {"actor": {"gpu0", "gpu1"}, "critic": {"gpu1", "gpu2"}, "ref": {"gpu3"}}
-    assert seen == [first, first, {**first, "actor": {"gpu3", "gpu0"}}]
+    second = {**first, "actor": {"gpu3", "gpu0"}}
+    assert seen == [first, first, {**second, "ref": {"gpu0"}}, {**second, "ref": {"gpu0"}}]
+    assert plans[0]["copies_on"] == [3, 1]
+    assert plans[0]["loads"][3] == plans[0]["loads"][1] > 0
+    assert "device_map" not in plans[0]
     assert_same(found, still)
     # One GPU has no pipeline, several have; the rollout and the pieces go by the module as it is.
     assert pipeline_of(made.model) is not None
     assert engine_of(made, "actor")._batches().pipe is pipeline_of(made.model)
     plan = yaml.safe_load((tmp_path / "moved" / "plan.yaml").read_text())["roles"]
     assert {role: set(entry["device_map"].values()) for role, entry in plan.items()} == {
-        "actor": {3, 0}, "critic": {1, 2}, "ref": {3},
+        "actor": {3, 0}, "critic": {1, 2}, "ref": {0},
     }  # fmt: skip
     assert [(e["component"], e["strategy"], e["step"], e["after"]) for e in moved_events(tmp_path / "moved")] == [
         ("actor", "device_map", 1, {"devices": [0, 1]}),
@@ -110,6 +124,8 @@ def test_every_role_moves_and_nothing_else_changes(trainer: Make, tmp_path: Path
         ("ref", "none", 1, {"devices": [3]}),
         ("actor", "none", 2, {"devices": [2]}),
         ("actor", "device_map", 2, {"devices": [3, 0]}),
+        ("ref", "data_parallel", 2, {"copies_on": [3, 1]}),
+        ("ref", "none", 3, {"devices": [0]}),
     ]
 
 
@@ -222,7 +238,10 @@ def test_a_reward_model_moves(
         (("actor", "x"), "they name no GPU"),
         (("actor", [0, 1], "none"), "it is for one GPU, and there are 2"),
         (("actor", [0, 1], "data_parallel"), "a role that is trained has a copy in each process"),
-        (("ref", [0, 1], "data_parallel"), "a reference has one copy in each process. Use device_map"),
+        (("ref", [1], "data_parallel"), "there is one GPU, and so one copy. Use none"),
+        (("ref", "cpu", "data_parallel"), "it works on GPUs, and device_type is cpu"),
+        (("ref", [0, 7], "data_parallel"), "this process has GPU 0, 1, 2, 3; 7 is of another"),
+        (("ref", {"model": 0, "lm_head": 1}, "data_parallel"), "device_ids is a device_map"),
         (("reward", [0], "data_parallel"), "there is one GPU, and so one copy"),
         (("reward", [0], "fsdp"), "reward does not have it"),
         (("actor", [0, 7]), "this process has GPU 0, 1, 2, 3; 7 is of another"),
