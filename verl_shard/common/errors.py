@@ -109,5 +109,5 @@ class Faults:
 
 
 def config_error(code: str, where: str, given: object, why: str, fix: str) -> ConfigError:
-    """A ConfigError with one finding of level "error"."""
+    """A ConfigError with one finding of level "error". The arguments are the Finding's; given: None is nothing."""
     return ConfigError(Finding("error", code, where, "" if given is None else str(given), why, fix))

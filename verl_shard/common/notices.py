@@ -29,7 +29,11 @@ def run_dir() -> Path | None:
 
 
 def notice(code: str, where: str, given: object, why: str, used: str) -> Finding:
-    """Says that `used` stands in for what was asked for. Once per run and host, however many processes ask."""
+    """Says that `used` stands in for what was asked for, and returns that as a finding.
+
+    A ShardNotice is warned of, and within a run a line goes to its events.jsonl: once per run and host, however many
+    processes ask. code, where, given, why: as in Finding.
+    """
     finding = Finding("notice", code, where, str(given), why, f"Using {used} instead")
     if finding in _said:
         return finding

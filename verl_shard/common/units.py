@@ -15,7 +15,7 @@ _FACTORS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 def parse_bytes(value: int | str, where: str = "memory") -> int:
     """Bytes from an int, or from text with a unit: "80GiB" is 80 * 2**30, "80GB" is 80 * 10**9.
 
-    Raises ConfigError for anything else, and for a negative number.
+    where: what an error names. Raises ConfigError for anything else, and for a negative number.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if match is None or match[2].upper() not in _FACTORS:
@@ -30,7 +30,7 @@ def parse_bytes(value: int | str, where: str = "memory") -> int:
 
 
 def format_bytes(size: int | float) -> str:
-    """Bytes for the screen, in the binary unit that leaves one to four digits before the point."""
+    """Bytes for the screen, in the binary unit that leaves one to four digits before the point: "512 B", "8.26 GiB"."""
     amount, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(amount) < 1024:

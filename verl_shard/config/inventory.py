@@ -13,7 +13,7 @@ from verl_shard.config.cards import Card, card_of_memory, find_card
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. host_memory: bytes of RAM; None is unknown."""
+    """One machine. cards: of its GPUs, in the order of their ids. host_memory: bytes of RAM; None is unknown."""
 
     cards: tuple[Card, ...]
     host_memory: int | None = None
@@ -30,7 +30,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Nodes with their GPUs. Raises ConfigError for none."""
+    """Nodes with their GPUs, which are counted from 0 over all nodes in their order. Raises ConfigError for none."""
 
     nodes: tuple[Node, ...]
 

@@ -63,7 +63,10 @@ class RunFolder:
 
     @classmethod
     def start(cls, path: Path, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> RunFolder:
-        """Begins a run. identity: what makes it this run; settings: what else was asked for."""
+        """Begins a run. identity: what makes it this run; settings: what else was asked for.
+
+        Raises ConfigError for a folder of another run, one with something in it, and one that cannot be written.
+        """
         can_start(path)
         for name in ("checkpoints", "launches"):
             (path / name).mkdir(parents=True, exist_ok=True)
@@ -125,6 +128,7 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
+        """A line for each step that counts."""
         return self.path / "metrics.jsonl"
 
     def new_launch(self) -> Launch:

@@ -291,7 +291,7 @@ def _weight(fault: Fault) -> int:
 
 
 def explain_lines(lines: Iterable[str]) -> Answer:
-    """Explains lines that are in memory."""
+    """What a log says, given as its lines."""
     explainer = Explainer()
     explainer.read(lines)
     return explainer.answer()

@@ -74,7 +74,10 @@ class MemoryEstimate:
     gpus: Mapping[Any, MemoryEstimate] = field(default_factory=dict)
 
     def report(self, width: int = 100) -> str:
-        """A table for people: the parts at the peak, the phases, and with a device_map one row a GPU."""
+        """A table for people: the parts at the peak, the phases, and with a device_map one row a GPU.
+
+        width: of the table, in characters.
+        """
         shown: list[RenderableType] = [f"{self.model}: {self.what}"]
         if self.gpus:
             columns = ["GPU", "weights", "gradients", "optimizer", "activations", "logits", "peak", "reserved"]
@@ -115,6 +118,8 @@ def estimate_memory(
     device_map: names to GPUs, as from build_device_map; the estimate is then made for each. Of the micro-batches in flight
         later GPUs have fewer than the first, in the order in which our pipeline issues them.
     task: of an id, folder or configuration: "causal-lm", "reward", "process-reward" or "value".
+    no_split_module_classes: class names of blocks, besides those that a transformers model declares.
+    trust_remote_code: let code that comes with the model run, as from_pretrained does.
     pass_fields: batch_size, seq_len, precision, optimizer, gradient_checkpointing, attn_implementation, lora_rank,
         logits_to_keep, new_tokens, loss, packed, in_flight and others: see PassSpec.
 

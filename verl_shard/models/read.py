@@ -58,6 +58,7 @@ def read_model(
     task: for an id, folder or configuration: what to build of it; by default what its architecture says.
     dtype: what floating-point weights are counted as. By default bfloat16, and of a module what it has.
     no_split_module_classes: names of block classes, besides those that a transformers model declares.
+    trust_remote_code: let code that comes with the model run, as from_pretrained does.
     The module is the one given, or one on meta.
     Raises ConfigError for a model that cannot be read, with what was given, what is wrong and what to do.
     """

@@ -75,14 +75,17 @@ class ModelSpec:
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of parameters, a tied one counted once."""
         return sum(block.weight_bytes for block in self.blocks)
 
     @property
     def buffer_bytes(self) -> int:
+        """Bytes of buffers, those that no checkpoint has too."""
         return sum(block.buffer_bytes for block in self.blocks)
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of parameters and buffers."""
         return self.weight_bytes + self.buffer_bytes
 
     @property

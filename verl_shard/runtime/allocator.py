@@ -39,7 +39,8 @@ class ResourceAllocator:
 
     ladder: of the phase. needed: bytes by device that a batch takes in such pieces above what is there before it, None
     where it is not known; then nothing is done. free: bytes by device that are there for it; devices that it does not name
-    are not looked at. agree: the largest of what all processes that work on the batch together say.
+    are not looked at. agree: the largest of what all processes that work on the batch together say. slack, margin: shares of
+    the estimate that are to be free beside it before nothing is taken, and before a remedy is taken back.
 
     `before` is called before each batch, whose pieces are then ladder.pieces(asked).
     """

@@ -73,6 +73,7 @@ def load_sharded(
     embeddings_on_host, pin_limit: with an offload that streams, as for offload_model.
     autocast_dtype: what forward passes will be autocast to; lets fp32 weights use flash attention.
     config: a configuration to use instead of the one at the path; it is copied, not changed.
+    trust_remote_code: let code that comes with the model run, as from_pretrained does.
     model_kwargs: keywords of from_pretrained, such as revision or quantization_config, and fields of the configuration
         to set. Any other is refused.
 

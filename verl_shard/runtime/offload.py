@@ -150,7 +150,11 @@ def several_calls(*models: nn.Module, each: int | None = None) -> Iterator[None]
 
 
 def undo_offload(model: nn.Module) -> nn.Module:
-    """Puts the weights back where they were, and leaves hooks that the model had before. The model comes back."""
+    """Puts the weights back where they were, and leaves hooks that the model had before. The model comes back.
+
+    Nothing is done to a model that is not offloaded. Streamed weights that were on a GPU need their room there again:
+    torch's OutOfMemoryError says where there is none.
+    """
     from accelerate.hooks import remove_hook_from_module
 
     told = offload_of(model)

@@ -57,6 +57,7 @@ class ScoringModel:
     path: a hub id or folder. task: "reward" or "process-reward"; by default what the architecture says.
     device_map, devices: where one copy is, as for load_sharded. copies_on: a whole copy on each of these devices instead;
         batches are split over them and scores come in the order of the conversations.
+    dtype, attn_implementation: as for load_sharded; by default sdpa where the architecture has it.
     offload: how the weights wait outside of the GPU while nothing is scored; embeddings_on_host and pin_limit: more of
         that; as for offload_model.
     tokenizer: a hub id or folder, by default the model's own. chat_template: a Jinja text or a file, instead of the
@@ -130,6 +131,7 @@ class ScoringModel:
     def score(self, conversations: Sequence[Conversation]) -> list[float]:
         """A score for the last message of each conversation, in their order.
 
+        conversations: each a list of messages, {"role": ..., "content": ...}.
         Raises RunError that names the first response that is empty, too long, or of tokens that the model does not have,
         and one whose score is no finite number; DoesNotFitError for a response that the GPU has no memory for alone. After
         memory ran out batches are smaller.
@@ -142,7 +144,8 @@ class ScoringModel:
         return [float(combine(row)) for row in rows]
 
     def step_scores(self, conversations: Sequence[Conversation]) -> list[list[float]]:
-        """The scores of the steps of each response, of a process model. Raises as `score`."""
+        """The scores of the steps of each response, a list for each conversation. Raises as `score`, and RunError for a model
+        that scores whole responses."""
         if self.task != "process-reward":
             raise RunError(f"{self.path} scores whole responses; only a token classifier scores steps")
         responses = [str(conversation[-1]["content"]) for conversation in conversations]
