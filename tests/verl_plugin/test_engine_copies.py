@@ -153,15 +153,17 @@ def test_a_copy_without_memory_goes_on_in_smaller_pieces(
 @quiet
 def test_errors_are_raised_as_they_are(folder: Path) -> None:
     engine = _ref(folder, copies_on=[0, 1])
-    first, second = (copy.module.model.layers[0].mlp for copy in engine.copies.each)
-    always = first.register_forward_hook(RunsOut(torch.OutOfMemoryError(SAID), times=99))
+    # Of the share that does not begin with the batch, so that places in it and in the batch differ.
+    at = next(number for number, (rows, _, _) in enumerate(divide(_batch(2), 2)) if 0 not in rows)
+    parts = [copy.module.model.layers[0].mlp for copy in engine.copies.each]
+    always = parts[at].register_forward_hook(RunsOut(torch.OutOfMemoryError(SAID), times=99))
     with pytest.raises(
         DoesNotFitError, match=r"ref_log_prob: CUDA out of memory.*Sequence (\d) \((\d) tokens\)"
     ) as caught:
         _infer(engine, _batch(2))
     row, tokens = caught.value.args[0].split("Sequence ")[1].split(" tokens)")[0].split(" (")
     assert LENGTHS[int(row)] == int(tokens), "named by its place in the batch, not in the share"
-    broken = second.register_forward_hook(RunsOut(KeyError("broken")))
+    broken = parts[1 - at].register_forward_hook(RunsOut(KeyError("broken")))
     with pytest.raises(KeyError, match="broken"):  # and not that memory ran out besides
         _infer(engine, _batch(2))
     always.remove()
@@ -179,7 +181,7 @@ MAP = {"model.embed_tokens": 1, "model.rotary_emb": 1, "model.norm": 2, "lm_head
 }
 
 
-def test_it_moves_to_copies_and_back(folder: Path, alone: Any) -> None:
+def test_it_moves_to_copies_and_back(folder: Path, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, links, expected = _ref(folder), FakeLinks(), _infer(alone, _batch(2))
     loads: list[Any] = []
     load = engine._load
@@ -195,8 +197,11 @@ def test_it_moves_to_copies_and_back(folder: Path, alone: Any) -> None:
     engine.move([2, 4], links=links)
     check({"gpu2"}, {"gpu4"}, n_loads=1)
     assert engine.module is first
+    second = engine.copies.each[1].module
     engine.move([4, 3, 0], links=links)  # one stays, one moves, one comes
     check({"gpu4"}, {"gpu3"}, {"gpu0"}, n_loads=2)
+    assert [copy.module for copy in engine.copies.each[:2]] == [second, first]
+    del second
     gone = weakref.ref(engine.copies.each[2].module)
     engine.move([3], links=links)
     check({"gpu3"}, n_loads=2)
@@ -204,7 +209,14 @@ def test_it_moves_to_copies_and_back(folder: Path, alone: Any) -> None:
     engine.move([1, 2], links=links)
     check({"gpu1"}, {"gpu2"}, n_loads=3)
     gone = weakref.ref(engine.copies.each[1].module)
-    engine.move(MAP, links=links)
+    with monkeypatch.context() as patched:
+
+        def move_model(*given: Any, real: Any = engine_copies.move_model, **more: Any) -> None:
+            assert gone() is None, "it would take room where the other goes"
+            real(*given, **more)
+
+        patched.setattr(engine_copies, "move_model", move_model)
+        engine.move(MAP, links=links)
     assert engine.copies is None
     assert _where(engine, links) == [{"gpu1", "gpu2"}]
     assert gone() is None
