@@ -24,6 +24,7 @@ from verl_shard.common.notices import ShardNotice
 from verl_shard.planning.plan_file import write_plan
 from verl_shard.verl_plugin import search_path
 from verl_shard.verl_plugin.config import DeviceMapActorConfig, DeviceMapCriticConfig, DeviceMapEngineConfig
+from verl_shard.verl_plugin.engine_copies import copies_asked
 from verl_shard.verl_plugin.overrides import RunSettings, hydra_value, to_overrides
 from verl_shard.verl_plugin.trainer_config import AGENT_LOOP_MANAGER, SAMPLER, prepare_trainer_config
 
@@ -76,6 +77,7 @@ def test_model_engine_device_map_gives_our_classes(composed: Callable[..., Any])
         "model_engine=device_map", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.n=1",
         "critic.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.actor.device_map.precision=bf16",
         "critic.device_map.strict=true", "actor_rollout_ref.model.path=none", "critic.model.path=none",
+        "actor_rollout_ref.ref.device_map.copies_on=[2,4]",
     )  # fmt: skip
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert type(actor) is DeviceMapActorConfig
@@ -91,6 +93,8 @@ def test_model_engine_device_map_gives_our_classes(composed: Callable[..., Any])
     ref = omega_conf_to_dataclass(config.actor_rollout_ref.ref)
     assert type(ref) is DeviceMapActorConfig
     assert (ref.engine.role, ref.engine.precision, ref.engine.forward_only) == ("ref", None, True)
+    assert copies_asked({}, ref.engine) == (2, 4)
+    assert copies_asked({}, actor.engine) is None
     OmegaConf.update(config, "critic.model", None)
     critic = omega_conf_to_dataclass(config.critic)
     assert type(critic) is DeviceMapCriticConfig

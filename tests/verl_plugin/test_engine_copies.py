@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.fake_copies import FakeCopies
 from runtime.fake_links import FakeLinks
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
@@ -21,6 +22,8 @@ from verl_shard.common.errors import ConfigError, DoesNotFitError
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.notices import RUN_DIR_VARIABLE
 from verl_shard.planning.plan_file import SCHEMA, write_plan
+from verl_shard.runtime.offload import offload_of
+from verl_shard.runtime.stream_model import stream_model
 from verl_shard.verl_plugin import engine_copies
 from verl_shard.verl_plugin.config import DeviceMapEngineConfig
 from verl_shard.verl_plugin.engine_copies import divide
@@ -287,7 +290,17 @@ def test_faults_of_the_configuration(given: dict[str, Any], said: str) -> None:
 
 
 def test_a_streamed_reference_has_its_weights_in_host_memory_for_each_copy(folder: Path, alone: Any) -> None:
-    """On the CPU nothing is offloaded, which is said; each copy is asked for it."""
+    """On the CPU nothing is offloaded, which is said of each copy. Made-up copies to a GPU: blocks times micro-batches."""
     with pytest.warns(UserWarning, match="it computes on the CPU"):
         engine = _ref(folder, copies_on=[0, 1], offload="stream")
-    assert _worst(_infer(engine, _batch(2)), _infer(alone, _batch(2))) == 0.0
+    expected = _infer(alone, _batch(2))
+    assert _worst(_infer(engine, _batch(2)), expected) == 0.0
+    logs, blocks = [], len(engine.module.model.layers)
+    for copy in engine.copies.each:
+        assert offload_of(copy.module) is not None
+        link = FakeCopies()
+        streamed = stream_model(copy.module, {"": link.device}, copies=lambda _, link=link: link)
+        assert streamed.pinned_bytes >= sum(p.nbytes for p in copy.module.model.layers.parameters())
+        logs.append(link.log)
+    assert _worst(_infer(engine, _batch(2)), expected) == 0.0
+    assert [sum(entry[0] == "copy" for entry in log) for log in logs] == [2 * blocks, 2 * blocks]
