@@ -55,7 +55,7 @@ def build_device_map(
     purpose: "inference" counts weights and buffers, and the KV cache too when batch_size and seq_len are given.
         "training" counts the peak of a training step in the steady state: weights, gradients, optimizer, activations,
         logits and loss where the head is, and the optimizer's own step. A map that is even in weights is not even in
-        that: the head's GPU pays for the logits.
+        that: the head's GPU pays for the logits, and the first ones for the micro-batches in flight.
     devices: the GPUs to use in this order, for example [2, 5], instead of 0..n_gpus-1; "process" for the share of this
         process under accelerate launch or torchrun; ["cpu"] alone is the CPU.
     max_memory: the bytes that each GPU may hold, {0: "80GiB", 1: "24GiB"}; no limit for those left out. Never a reason
@@ -67,7 +67,10 @@ def build_device_map(
         says it.
     pass_fields: what runs, see PassSpec: batch_size, seq_len, and for training precision, optimizer,
         gradient_checkpointing, attn_implementation, logits_to_keep, loss, in_flight. Training without them is one
-        sequence of 2048 tokens, or of as many as the model has positions.
+        sequence of 2048 tokens, or of as many as the model has positions, and one micro-batch after the other
+        (in_flight=1). For a pipeline (run_micro_batches, verl's engine) give in_flight=n_gpus and accumulating=True: then each
+        GPU counts the micro-batches that it has in 1F1B order, the first one all, the last one a single one. Give more
+        where more are in flight: "auto" is up to two for each GPU.
 
     Of several best maps it takes one that leaves no GPU empty; for training then one whose slowest GPU has least to
     compute; then the most even one (the smallest sum of squared bytes), then the one whose first GPUs hold less. GPUs
@@ -155,7 +158,7 @@ def _device_map(
     cost: Cost,
 ) -> DeviceMap:
     stages, where = [], {}
-    for (first, end), device, cap in zip(runs, devices, caps, strict=True):
+    for (first, end), device, cap, load in zip(runs, devices, caps, cost.loads(runs), strict=True):
         if first == end:
             continue
         held = spec.blocks[first:end]
@@ -169,7 +172,7 @@ def _device_map(
                 buffer_bytes=sum(block.buffer_bytes for block in held),
                 cap=cap,
                 cache_bytes=sum(cost.cache[first:end]),
-                peak_bytes=int(cost.of(first, end)) if purpose == "training" else None,
+                peak_bytes=int(load) if purpose == "training" else None,
             )
         )
     names = {"": stages[0].device} if len(stages) == 1 else {name: where[name] for name in spec.order}

@@ -203,11 +203,11 @@ def _uneven(spec: ModelSpec, devices: Mapping[str, DeviceId]) -> Iterator[Findin
         return
     loads = spec.loads(devices)
     fullest = max(gpus, key=lambda gpu: loads[gpu])
-    cost = inference_cost(spec, None, None).of
+    cost = inference_cost(spec, None, None)
     alone = [block.stands_alone for block in spec.blocks]
-    runs = partition(len(spec.blocks), cost, [None] * len(gpus), stands_alone=alone)
+    runs = partition(len(spec.blocks), cost.of, [None] * len(gpus), stands_alone=alone)
     assert runs is not None, "without limits there is always a split"
-    best = max(cost(i, j) for i, j in runs if i < j)
+    best = max(cost.loads(runs))
     if loads[fullest] > _UNEVEN * best:
         why = f"it holds {format_bytes(loads[fullest])} of weights and buffers, where {format_bytes(best)} would do"
         yield _finding("uneven", device_label(fullest), why, _BUILD, "warning")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from verl_shard.common.errors import ConfigError, Finding, config_error
+from verl_shard.mapping.partition import ByStage, Run, RunCost
+from verl_shard.memory.in_flight import Stage
 from verl_shard.memory.passes import PassSpec, pass_spec
 from verl_shard.models.dtypes import parse_dtype
 from verl_shard.models.spec import ModelSpec
@@ -27,15 +29,31 @@ _IN_INFERENCE = ("batch_size", "seq_len")
 class Cost:
     """The bytes of pieces i..j-1 on one GPU, and what they are."""
 
-    of: Callable[[int, int], float]
+    of: RunCost | ByStage
+    """By the GPU's place in the pipeline where it has more or fewer of the micro-batches in flight."""
     cache: Sequence[int]
     """Bytes of KV cache of each piece, in `of` already; zeros when none is counted."""
-    time: Callable[[int, int], float] | None
+    time: RunCost | None
     """What the time of pieces i..j-1 goes by, where several splits cost the same."""
     what: str
     """In words: "weights and buffers"."""
     wanted: PassSpec | None = None
     """The pass that is counted, if one is."""
+
+    def loads(self, runs: Sequence[Run]) -> list[float]:
+        """Bytes of each run of a split; none of an empty one, which is no stage either."""
+        used = [run for run in runs if run[0] < run[1]]
+        costs = iter([self.at(Stage(number, len(used)))(*run) for number, run in enumerate(used)])
+        return [next(costs) if i < j else 0 for i, j in runs]
+
+    def at(self, stage: Stage) -> RunCost:
+        """Of runs at that place."""
+        return self.of.at(stage) if isinstance(self.of, ByStage) else self.of
+
+    def least(self, piece: int) -> float:
+        """Of that piece alone, wherever in a pipeline of any length it is."""
+        after = len(self.cache) - piece - 1
+        return min(self.at(Stage(a, a + 1 + b))(piece, piece + 1) for a in range(piece + 1) for b in range(after + 1))
 
 
 def read_pass(purpose: str, given: Mapping[str, Any]) -> PassSpec | None:
@@ -88,10 +106,14 @@ def training_cost(spec: ModelSpec, module: nn.Module | None, wanted: PassSpec) -
 
 
 def peak_cost(made: Trace, wanted: PassSpec) -> Cost:
-    """The peak of a traced pass, and its FLOPs where several splits have the same."""
+    """The peak of a traced pass, and its FLOPs where several splits have the same. Of several micro-batches in flight each
+    GPU has those that its place in the pipeline says."""
     flops = list(accumulate((forward + backward for forward, backward in made.flops), initial=0))
     what = f"peak of training ({wanted.words})"
-    return Cost(made.peak, [0] * made.n_blocks, lambda i, j: flops[j] - flops[i], what, wanted)
+    of: RunCost | ByStage = made.peaks.item
+    if made.in_flight > 1:
+        of = ByStage(lambda stage: made.peaks_at(stage).item)
+    return Cost(of, [0] * made.n_blocks, lambda i, j: flops[j] - flops[i], what, wanted)
 
 
 def check_dtype(purpose: str, dtype: object, wanted: PassSpec | None) -> None:

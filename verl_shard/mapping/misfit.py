@@ -24,13 +24,12 @@ def does_not_fit(
     have = " + ".join("no limit" if cap is None else format_bytes(cap) for cap in caps)
     if all(cap is not None for cap in caps) and len(caps) > 1:
         have += f" = {format_bytes(sum(cap for cap in caps if cap is not None))}"
-    whole = format_bytes(cost.of(0, len(spec.blocks)))
+    whole = format_bytes(cost.loads([(0, len(spec.blocks))])[0])
     lines = [
         f"{spec.name} does not fit: {whole} of {cost.what} ({spec.dtype}), "
         f"and no split at block boundaries is within max_memory ({have}). The closest one:"
     ]
-    for (first, end), device, cap in zip(runs, devices, caps, strict=True):
-        load = cost.of(first, end) if first < end else 0
+    for (first, end), device, cap, load in zip(runs, devices, caps, cost.loads(runs), strict=True):
         verdict = "no limit" if cap is None else f"limit {format_bytes(cap)}"
         if cap is not None and load > cap:
             verdict += f": {format_bytes(load - cap)} too much"
@@ -55,12 +54,11 @@ def _more_gpus(spec: ModelSpec, cost: Cost, alone: Sequence[bool], caps: Sequenc
 
 def _largest(spec: ModelSpec, cost: Cost, caps: Sequence[int | None]) -> str:
     """Said when one piece alone is too large for every GPU: no number of GPUs helps."""
-    index = max(range(len(spec.blocks)), key=lambda i: cost.of(i, i + 1))
-    size = cost.of(index, index + 1)
+    size, index = max((cost.least(i), -i) for i in range(len(spec.blocks)))
     limit = max(cap for cap in caps if cap is not None)
     if size <= limit or any(cap is None for cap in caps):
         return ""
-    names = ", ".join(shortened(spec.blocks[index : index + 1]))
+    names = ", ".join(shortened([spec.blocks[-index]]))
     return f"{names} alone needs {format_bytes(size)} and is never cut: no number of such GPUs is enough. {_other_ways(cost)}"
 
 

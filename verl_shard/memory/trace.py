@@ -55,6 +55,26 @@ class _Crossing:
     """The row from which it is gone."""
 
 
+@dataclass(frozen=True)
+class _When:
+    """others: micro-batches that wait beside the one that works; at_head: where the logits are. gradients_from: the phase
+    from which they are all there, None when that is the first micro-batch's."""
+
+    others: int
+    at_head: int
+    gradients_from: str | None
+
+
+@dataclass(frozen=True)
+class _Highest:
+    """(blocks, blocks + 1), of the run that holds blocks i..j-1 and one micro-batch. inside: the most bytes in its forward
+    and backward, outside: before and after. copied: what it copies to a GPU that waits with it."""
+
+    inside: np.ndarray
+    outside: np.ndarray
+    copied: np.ndarray
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """Bytes that each block holds, at each point in time that can be a peak, of one micro-batch after the other.
@@ -74,7 +94,8 @@ class Trace:
     accumulating: bool = False
     in_flight: int = 1
     waiting: int = 0
-    _peaks: dict[Stage, np.ndarray] = field(default_factory=dict, repr=False)
+    _peaks: dict[tuple[_When, ...], np.ndarray] = field(default_factory=dict, repr=False)
+    _highest: dict[str | None, _Highest] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, recording: Recording, wanted: PassSpec) -> Trace:
@@ -115,30 +136,48 @@ class Trace:
         return self.peaks_at(Stage())
 
     def peaks_at(self, stage: Stage) -> np.ndarray:
-        """The same of a GPU with that place in the pipeline. Not to be changed."""
-        stage = Stage() if self.in_flight == 1 else stage
-        if stage not in self._peaks:
-            made = [self._peaks_of(moment) for moment in self._moments(stage)]
-            self._peaks[stage] = made[0] if len(made) == 1 else np.maximum(*made)
-        return self._peaks[stage]
+        """The same of a GPU with that place in the pipeline; one array for all places that hold as much. Not to be changed."""
+        whens = self._whens(stage)
+        if whens not in self._peaks:
+            made = [self._peaks_when(when) for when in whens]
+            self._peaks[whens] = made[0] if len(made) == 1 else np.maximum(*made)
+        return self._peaks[whens]
 
-    def _peaks_of(self, moment: _Moment) -> np.ndarray:
-        live = moment.kinds.sum(axis=2)
+    def _peaks_when(self, when: _When) -> np.ndarray:
+        """What waits is there at every row of a micro-batch alike, so that it is added to the highest one."""
+        if when.gradients_from not in self._highest:
+            self._highest[when.gradients_from] = self._highest_of(self._kinds_when(_When(0, 0, when.gradients_from)))
+        highest = self._highest[when.gradients_from]
+        if not when.others and not when.at_head:
+            one: np.ndarray = np.maximum(highest.inside, highest.outside)
+            return one
+        kept = self._kept_at(self.waiting)
+        before = np.zeros((2, self.n_blocks + 1), dtype=np.int64)
+        np.cumsum(kept[:, [ACTIVATIONS, LOGITS]].T, axis=1, out=before[:, 1:])
+        activations, logits = before[:, None, :] - before[:, :-1, None]
+        others = np.full((self.n_blocks, 1), when.others)
+        others[0] = when.at_head  # the first GPU reads only what its head is given
+        wait = when.others * activations + when.at_head * logits + others * highest.copied
+        peaks: np.ndarray = np.triu(np.maximum(highest.inside + wait, highest.outside), 1)
+        return peaks
+
+    def _highest_of(self, kinds: np.ndarray) -> _Highest:
+        live = kinds.sum(axis=2)
         n_rows, n = live.shape
         before = np.zeros((n_rows, n + 1), dtype=np.int64)
         np.cumsum(live, axis=1, out=before[:, 1:])
-        peaks = np.zeros((n, n + 1), dtype=np.int64)
+        inside, outside, copied = np.zeros((3, n, n + 1), dtype=np.int64)
         read_by: dict[int, list[tuple[int, int]]] = defaultdict(list)
         made_by: dict[int, list[int]] = defaultdict(list)
         for index, crossing in enumerate(self.crossings):
             made_by[crossing.owner].append(index)
             for block, row in crossing.users:
                 read_by[block].append((index, row))
-        of_others = slice(self.phases.get("forward", 0), self.phases.get("optimizer", n_rows))
+        start, end = self.phases.get("forward", 0), self.phases.get("optimizer", n_rows)
         for i in range(n):
             copies = np.zeros(n_rows, dtype=np.int64)
             since: dict[int, int] = {}
-            others = moment.at_head if i == 0 else moment.others  # the first GPU reads only what its head is given
+            wait = 0
             for j in range(i + 1, n + 1):
                 block = j - 1
                 for index in made_by[block]:
@@ -146,7 +185,7 @@ class Trace:
                         crossing = self.crossings[index]
                         row = since.pop(index)
                         copies[row : crossing.end] -= crossing.size
-                        copies[of_others] -= others * self._waits(row, crossing)
+                        wait -= self._waits(row, crossing)
                 for index, row in read_by[block]:
                     crossing = self.crossings[index]
                     if i <= crossing.owner < j:
@@ -155,18 +194,21 @@ class Trace:
                     if row < until:
                         copies[row:until] += crossing.size
                         waited = self._waits(since[index], crossing) if index in since else 0
-                        copies[of_others] += others * (self._waits(row, crossing) - waited)
+                        wait += self._waits(row, crossing) - waited
                         since[index] = row
-                peaks[i, j] = (before[:, j] - before[:, i] + copies).max()
-        return peaks
-
-    def _waits(self, row: int, crossing: _Crossing) -> int:
-        """Bytes of a copy that is there from `row` on, while its micro-batch waits for its backward."""
-        return crossing.size if row <= self.waiting < crossing.end else 0
+                held = before[:, j] - before[:, i] + copies
+                inside[i, j] = held[start:end].max(initial=0)
+                outside[i, j] = max(held[:start].max(initial=0), held[end:].max(initial=0))
+                copied[i, j] = wait
+        return _Highest(inside, outside, copied)
 
     def peak(self, i: int, j: int, stage: Stage = Stage()) -> int:  # noqa: B008 - frozen
         """The peak, in bytes, of a GPU that holds blocks i..j-1."""
         return int(self.peaks_at(stage)[i, j])
+
+    def _waits(self, row: int, crossing: _Crossing) -> int:
+        """Bytes of a copy that is there from `row` on, while its micro-batch waits for its backward."""
+        return crossing.size if row <= self.waiting < crossing.end else 0
 
     def kept(self, blocks: Collection[int], *, with_loss: bool = False) -> int:
         """Bytes that a micro-batch keeps on a GPU with these blocks while it waits for its turn, what was copied there
@@ -186,30 +228,32 @@ class Trace:
         made[:, [kind for kind in range(len(KINDS)) if kind not in (ACTIVATIONS, LOGITS)]] = 0
         return made
 
-    def _moments(self, stage: Stage) -> list[_Moment]:
+    def _whens(self, stage: Stage) -> tuple[_When, ...]:
         """When a GPU may be fullest: as many wait as ever do; or one fewer, and there are gradients."""
         there, n = stage.kept(self.in_flight), self.in_flight
         if n == 1 or "backward" not in self.phases:
-            return [_Moment(self.kinds, 0, 0)]
+            return (_When(0, 0, None),)
         last = Stage(stage.of - 1, stage.of).kept(n)
         if self.accumulating or there < n:  # a backward has been before a forward comes
-            return [self._moment(there - 1, last - 1, "forward")]
-        return [self._moment(there - 1, last - 1, None), self._moment(there - 2, min(last, n - 1) - 1, "backward")]
+            return (_When(there - 1, last - 1, "forward"),)
+        return _When(there - 1, last - 1, None), _When(there - 2, min(last, n - 1) - 1, "backward")
 
-    def _moment(self, others: int, at_head: int, gradients_from: str | None) -> _Moment:
-        """The rows of a micro-batch, beside others that wait. at_head: of those, what waits with logits."""
+    def _kinds_when(self, when: _When) -> np.ndarray:
+        """As `kinds`, with what waits on a GPU."""
+        if when == _When(0, 0, None):
+            return self.kinds
         kinds, kept = self.kinds.copy(), self._kept_at(self.waiting)
         step = self.phases.get("optimizer", len(kinds))
         rows = slice(self.phases["forward"], step)
-        kinds[rows, :, ACTIVATIONS] += others * kept[:, ACTIVATIONS]
-        kinds[rows, :, LOGITS] += at_head * kept[:, LOGITS]
-        if gradients_from is not None:
-            kinds[self.phases[gradients_from] : step, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS]
-        return _Moment(kinds, others, at_head)
+        kinds[rows, :, ACTIVATIONS] += when.others * kept[:, ACTIVATIONS]
+        kinds[rows, :, LOGITS] += when.at_head * kept[:, LOGITS]
+        if when.gradients_from is not None:
+            kinds[self.phases[when.gradients_from] : step, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS]
+        return kinds
 
     def kinds_at_peak(self, blocks: Collection[int], stage: Stage = Stage()) -> list[int]:  # noqa: B008 - frozen
         """Bytes of each kind in KINDS when a GPU that holds these blocks is fullest."""
-        held = np.concatenate([moment.kinds[:, list(blocks)].sum(axis=1) for moment in self._moments(stage)])
+        held = np.concatenate([self._kinds_when(when)[:, list(blocks)].sum(axis=1) for when in self._whens(stage)])
         sizes: list[int] = held[held.sum(axis=1).argmax()].tolist()
         return sizes
 
@@ -291,17 +335,8 @@ class Trace:
     def phase_peaks(self) -> dict[str, int]:
         """The peak of each phase on one GPU that holds all, what it begins with included."""
         starts = [*sorted(self.phases.items(), key=lambda item: item[1]), ("", len(self.live))]
-        total = np.max([moment.kinds.sum(axis=(1, 2)) for moment in self._moments(Stage())], axis=0)
+        total = np.max([self._kinds_when(when).sum(axis=(1, 2)) for when in self._whens(Stage())], axis=0)
         return {name: int(total[max(at - 1, 0) : end].max()) for (name, at), (_, end) in pairwise(starts)}
-
-
-@dataclass(frozen=True, eq=False)
-class _Moment:
-    """kinds: as of a Trace, with what waits on a GPU. others: micro-batches that wait; at_head: where the logits are."""
-
-    kinds: np.ndarray
-    others: int
-    at_head: int
 
 
 def _rows(recording: Recording) -> tuple[np.ndarray, dict[str, int]]:

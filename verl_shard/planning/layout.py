@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from verl_shard.config.workload import Workload
 from verl_shard.mapping.build import cut_into, map_of_runs
 from verl_shard.mapping.costs import Cost, inference_cost, peak_cost
 from verl_shard.mapping.device_map import DeviceMap
+from verl_shard.mapping.partition import ByStage, RunCost
 from verl_shard.memory.constants import CUBLAS_LT, CUDA_CONTEXT, cublas_workspace
 from verl_shard.memory.estimate import of_blocks
 from verl_shard.memory.in_flight import Stage
@@ -131,7 +132,7 @@ class Layouts:
         if role in TRAINED:
             traced = self.models.trace(own, wanted)
             spec, _ = self.models.adapted(own, wanted)
-            cost = replace(peak_cost(traced, wanted), of=self._highest(role, own, traced, len(devices)))
+            cost = replace(peak_cost(traced, wanted), of=self._highest(role, own, traced))
             held = traced.kinds[0, :, [WEIGHTS, OPTIMIZER]].sum(axis=0)
         else:
             spec, module = self.models.read(own, wanted.weight_dtype)
@@ -146,18 +147,27 @@ class Layouts:
         self._cuts[key] = Placed(role, spec, cost, used, resident)
         return self._cuts[key]
 
-    def _highest(self, role: Role, own: RoleConfig, update: Trace, n_gpus: int) -> Callable[[int, int], float]:
-        """For Blocks i..j-1 the largest peak of all phases that run on a trained role's module, with its states.
-
-        A run in the middle is taken for the second GPU's, which keeps the most micro-batches of those there.
-        """
+    def _highest(self, role: Role, own: RoleConfig, update: Trace) -> RunCost | ByStage:
+        """For Blocks i..j-1 the largest peak of all phases that run on a trained role's module, with its states; of its update
+        by the place in the pipeline."""
         states = np.concatenate([[0], update.kinds[0, :, OPTIMIZER].cumsum()])
         kept = states[None, :] - states[:-1, None]
-        highest = _peaks_over(update, n_gpus)
+        least = np.zeros_like(kept)
         for phase in PHASES_OF[role][:-1]:
             scored = self.models.trace(own, pass_of(phase, own, self.workload)).peaks
-            highest = np.maximum(highest, np.where(scored > 0, scored + kept, 0))
-        return lambda i, j: int(highest[i, j])
+            least = np.maximum(least, np.where(scored > 0, scored + kept, 0))
+        if update.in_flight == 1:
+            in_turn: np.ndarray = np.maximum(least, update.peaks)
+            return in_turn.item
+        highest: dict[int, np.ndarray] = {}
+
+        def at(stage: Stage) -> RunCost:
+            peaks = update.peaks_at(stage)  # one array for all places that hold as much, which the Trace keeps
+            if id(peaks) not in highest:
+                highest[id(peaks)] = np.maximum(least, peaks)
+            return highest[id(peaks)].item
+
+        return ByStage(at)
 
     def phases(self, settings: Settings, placed: Mapping[Role, Placed]) -> list[PhaseBytes]:
         """Each phase of the step in the steady state, on every GPU."""
@@ -230,17 +240,6 @@ class Layouts:
             made = of_blocks(spec, traced, wanted, phase, range(*held.runs[gpu]), stages)
             self._reserved[key] = made.reserved + self.untouched(phase, traced, held, gpu) - streamed(own, traced)
         return others + self._reserved[key]
-
-
-def _peaks_over(traced: Trace, n_gpus: int) -> np.ndarray:
-    """As Trace.peaks of runs over so many GPUs: a run that begins the model is the first's, one that ends it the last's."""
-    if traced.in_flight == 1 or n_gpus == 1:
-        return traced.peaks
-    made = traced.peaks_at(Stage(1, n_gpus)).copy()
-    made[:, -1] = traced.peaks_at(Stage(n_gpus - 1, n_gpus))[:, -1]
-    made[0] = traced.peaks_at(Stage(0, n_gpus))[0]
-    made[0, -1] = traced.peak(0, traced.n_blocks)
-    return made
 
 
 def _allocated(spec: ModelSpec) -> np.ndarray:
