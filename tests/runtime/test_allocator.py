@@ -151,15 +151,28 @@ def test_over_two_devices_each_has_its_blocks_and_what_is_in_flight() -> None:
     placed = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 2, "lm_head": 2}
     placed |= {f"model.layers.{i}": device for i, device in enumerate((0, 1, 1, 2))}
     memory = PassMemory(CONFIG, "causal-lm", PassSpec(precision="fp32", accumulating=True), placed)
-    one, two, three = (memory.of(2, 256, in_flight=n) for n in (1, 2, 3))
-    assert one is not None
-    assert two is not None
-    assert three is not None
-    more = [two[device] - one[device] for device in (0, 1, 2)]
-    assert [three[device] - two[device] for device in (0, 1, 2)] == pytest.approx(more, abs=2)
+    found = {n: memory.of(2, 256, in_flight=n) for n in (1, 2, 3, 4)}
+    steps = []
+    for n in (2, 3, 4):
+        now, before = found[n], found[n - 1]
+        assert now is not None
+        assert before is not None
+        steps.append([now[device] - before[device] for device in (0, 1, 2)])
+    # In 1F1B order the second of three devices has two micro-batches at most, the last one, until there are more than devices.
+    one_more = steps[2]
+    assert steps[0] == pytest.approx([one_more[0], one_more[1], 0], abs=2)
+    assert steps[1] == pytest.approx([one_more[0], 0, 0], abs=2)
     # Two blocks keep twice what one does; beside the first is the embedding, beside the last the logits, which are more.
-    assert 1.5 * more[0] < more[1] <= 2 * more[0]
-    assert more[2] > more[0]
+    assert 1.5 * one_more[0] < one_more[1] <= 2 * one_more[0]
+    assert one_more[2] > one_more[0]
+    one, four = (
+        estimate_memory(
+            CONFIG, batch_size=2, seq_len=256, precision="fp32", accumulating=True, in_flight=n, device_map=placed
+        ).gpus
+        for n in (1, 4)
+    )
+    ours = [sum(step[device] for step in steps) for device in (0, 1, 2)]
+    assert ours == pytest.approx([four[device].peak - one[device].peak for device in (0, 1, 2)], rel=0.02)
 
 
 def test_what_cannot_be_traced_is_not_estimated() -> None:

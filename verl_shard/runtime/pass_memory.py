@@ -12,6 +12,7 @@ import numpy as np
 
 from verl_shard.common.errors import ShardError
 from verl_shard.memory.cached import cached_lora, cached_trace, description_of
+from verl_shard.memory.in_flight import Stage
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import KV_CACHE
 from verl_shard.memory.trace import Trace
@@ -49,7 +50,10 @@ class PassMemory:
         self._failed = False
 
     def of(self, rows: int, length: int, *, in_flight: int = 1) -> dict[Any, int] | None:
-        """Of `rows` sequences of `length` tokens in each micro-batch; None where the model cannot be traced."""
+        """Of `rows` sequences of `length` tokens in each micro-batch; None where the model cannot be traced.
+
+        in_flight: micro-batches at a time; in training each device has those of its place in the pipeline.
+        """
         lines = self._lines_for(rows, length)
         if lines is None:
             return None
@@ -115,27 +119,40 @@ class PassMemory:
 
     def _between(self, one: Trace, more: Trace, rows: int, length: int) -> dict[Any, _Line]:
         found = {}
-        for device in dict.fromkeys(self._devices):
+        order = list(dict.fromkeys(self._devices))
+        trained = self._wanted.phase == "train"
+        for number, device in enumerate(order):
             blocks = [i for i, at in enumerate(self._devices) if at == device]
             first, second = _above(one, blocks), _above(more, blocks)
             slope = (second - first) / ((rows - 1) * length)
-            kept = int(one.recording.kept[blocks].sum()) / length
+            if trained:  # of what waits; weights that are cast are there once, however many wait
+                kept = (more.kept(blocks) - one.kept(blocks)) / ((rows - 1) * length)
+            else:
+                kept = int(one.recording.kept[blocks].sum()) / length
             cached = float(one.kinds[:, blocks, KV_CACHE].max(axis=0).sum()) / length
-            found[device] = _Line(first - slope * length, slope, kept, cached)
+            found[device] = _Line(
+                first - slope * length, slope, kept, cached, Stage(number, len(order)) if trained else None
+            )
         return found
 
 
 @dataclass(frozen=True)
 class _Line:
-    """base + tokens * slope. By token: kept: what a further micro-batch in flight keeps; cached: keys and values."""
+    """base + tokens * slope. By token: kept: what a further micro-batch here keeps; cached: keys and values.
+
+    stage: the device's place in the pipeline, which says how many of those in flight are here; None where all of them are,
+    as when outputs are kept until they are read.
+    """
 
     base: float
     slope: float
     kept: float
     cached: float
+    stage: Stage | None
 
     def at(self, tokens: int, in_flight: int) -> int:
-        return max(0, int(self.base + self.slope * tokens + (in_flight - 1) * self.kept * tokens))
+        here = in_flight if self.stage is None else self.stage.kept(in_flight)
+        return max(0, int(self.base + self.slope * tokens + (here - 1) * self.kept * tokens))
 
 
 def _above(trace: Trace, blocks: list[int]) -> int:
