@@ -43,6 +43,8 @@ def _logsumexp(logits: torch.Tensor, dim: int) -> torch.Tensor:
         ),
         Cell(model="", strategy="device_map"),
         Cell(model="", strategy="device_map", packed=True),
+        Cell(model="", strategy="device_map", logits="responses"),
+        Cell(model="", strategy="device_map", packed=True, logits="responses"),
     ],
     ids=lambda cell: cell.words,
 )
@@ -54,7 +56,8 @@ def test_the_phases_of_verls_engine_are_predicted(cell: Cell, monkeypatch: pytes
     # Our engine's optimizer cannot be told to leave out its lists: the backward must be the peak there.
     ours = cell.strategy == "device_map"
     lengths = (180, 12) if ours else (20, 40)
-    cell = replace(cell, sequences=4, micro_batch_size=2, attn_implementation="eager")
+    few = cell.logits == "full"
+    cell = replace(cell, sequences=4 if few else 8, micro_batch_size=2 if few else 4, attn_implementation="eager")
     cell = replace(cell, prompt_length=lengths[0], response_length=lengths[1])
     width = 128 if ours else 256
     config = small_qwen2(
@@ -84,12 +87,11 @@ def test_the_phases_of_verls_engine_are_predicted(cell: Cell, monkeypatch: pytes
     else:
         assert [row.phase for row in rows] == [*scores, "update_actor", "weight_sync"]
     workspaces = 2 * cublas_workspace().n_bytes + (CUBLAS_LT.n_bytes if ours else 0)
-    # Padded logits are handed on without padding since the rows of docs/results were measured: our engine takes up to 4 %
-    # less of a padded batch than is predicted, and must not take more.
-    less = 0.04 if ours and not cell.packed else 0.01
+    # Of a padded batch's logits, where all are made, one copy more is counted than there is.
+    more = 0.04 if ours and not cell.packed and cell.logits == "full" else 0.01
     for row in rows:
         off = (row.predicted - workspaces) / row.measured - 1
-        assert -0.01 <= off <= less, (row.phase, off)
+        assert -0.01 <= off <= more, (row.phase, off)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.model}: {cell.words}")
@@ -124,7 +126,7 @@ _RECORDED = json.loads((Path(__file__).parents[2] / "docs" / "results" / "h200_s
 @pytest.mark.parametrize(("strategy", "offload"), [("device_map", False), ("fsdp", True), ("fsdp2", True)])
 def test_phases_measured_on_an_h200(strategy: str, offload: bool) -> None:
     """verl's engines and ours over qwen2-0.5b and qwen3-0.6b; 5 % is asked, and reached by far but where fsdp gives bf16
-    weights not back, which was found on these rows."""
+    weights not back, which was found on these rows. Ours still had a mask of padding when they were measured."""
     rows = [row for row in _RECORDED["rows"] if row["cell"]["model"] != "llama-1b"]
     rows = [row for row in rows if (row["cell"]["strategy"], row["cell"]["offload"]) == (strategy, offload)]
     assert rows
@@ -133,5 +135,5 @@ def test_phases_measured_on_an_h200(strategy: str, offload: bool) -> None:
         cell = Cell(**{**row["cell"], "roles": tuple(row["cell"]["roles"])})
         if cell not in made:
             made[cell] = predict(cell, config_of(cell.model))
-        bound = 0.03 if strategy == "fsdp" else 0.01
+        bound = {"fsdp": 0.03, "device_map": 0.015}.get(strategy, 0.01)
         assert made[cell][row["phase"]][0] == pytest.approx(row["measured"], rel=bound), (cell.words, row["phase"])

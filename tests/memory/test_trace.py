@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from verl_shard.bench.maps import zoo
 from verl_shard.common.errors import ConfigError
 from verl_shard.memory.passes import PassSpec
-from verl_shard.memory.recording import KINDS
+from verl_shard.memory.recording import GRADIENTS, KINDS
 from verl_shard.memory.run_pass import record
 from verl_shard.memory.trace import Trace, trace
 from verl_shard.models.meta import config_for
@@ -208,3 +208,26 @@ def test_more_tokens_than_positions() -> None:
     spec, module = _model(_small(max_position_embeddings=64))
     with pytest.raises(ConfigError, match="the model has 64 positions"):
         trace(spec, module, PassSpec(batch_size=2, seq_len=65))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_heads_half_of_a_gradient_waits_for_the_embeddings(tied: bool) -> None:
+    """Beside the sum of earlier micro-batches, from the head's backward to the embedding's: vocabulary x hidden size."""
+    config = small_qwen2(vocab_size=1000, tie_word_embeddings=tied)
+    spec, module = read_model(config, task="causal-lm", dtype=torch.float32)
+    fields: dict[str, Any] = {
+        "phase": "train",
+        "batch_size": 1,
+        "seq_len": 16,
+        "loss": "verl-ppo",
+        "precision": "bf16-mixed",
+    }
+    one, more = (trace(spec, module, PassSpec(accumulating=n, **fields)) for n in (False, True))
+    half = 1000 * 64 * 4 if tied else 0
+    assert sum(int(one.recording.sizes[number]) for number in one.halved) == half
+    gradients = more.kinds[:, :, GRADIENTS].sum(axis=1)
+    backward, step = more.phases["backward"], more.phases["optimizer"]
+    whole = gradients[step - 1]
+    assert whole == pytest.approx(spec.weight_bytes, rel=0.01)  # each is rounded up
+    assert gradients[more.phases["forward"] : backward].max() == whole
+    assert gradients[backward:step].max() == whole + -(-half // 512) * 512

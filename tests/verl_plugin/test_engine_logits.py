@@ -179,11 +179,13 @@ def test_places(pairs: list[tuple[int, int]], packed: bool) -> None:
     assert found.ends.diff().tolist() == [response for _, response in pairs]
     assert found.n_tokens == len(tokens)
     if packed:
-        assert (found.columns.tolist(), found.rows) == (wanted, None)
+        assert isinstance(found.columns, torch.Tensor)
+        assert (found.columns.tolist(), found.n_columns, found.rows) == (wanted, len(wanted), None)
         assert len(wanted) <= engine_logits.largest_share(pairs, packed=True) * len(tokens) + 1e-9
         return
-    assert len(found.columns) <= engine_logits.largest_share(pairs, packed=False) * max(map(sum, pairs))
-    made = [(row, int(column)) for row in range(len(pairs)) for column in found.columns]
+    columns = range(max(map(sum, pairs)))[found.columns]
+    assert len(columns) == found.n_columns <= engine_logits.largest_share(pairs, packed=False) * max(map(sum, pairs))
+    made = [(row, column) for row in range(len(pairs)) for column in columns]
     read = made if found.rows is None else [made[int(n)] for n in found.rows]
     assert read == [tokens[n] for n in wanted]
 

@@ -53,12 +53,14 @@ class Cell:
     compiled: bool = False
     roles: tuple[Literal["actor", "critic", "ref"], ...] = ("actor", "critic", "ref")
     attn_implementation: str = "sdpa"
+    logits: str = "full"
+    """Of our engine: "responses" or, as stock verl has them, "full"."""
 
     @property
     def words(self) -> str:
         said = [self.strategy, self.model_dtype, "packed" if self.packed else "padded"]
         said += ["gradient checkpointing"] * self.gradient_checkpointing + ["offload"] * self.offload
-        said += ["compiled entropy"] * self.compiled
+        said += ["compiled entropy"] * self.compiled + ["logits of responses"] * (self.logits == "responses")
         return ", ".join(said)
 
     @property
@@ -80,9 +82,18 @@ CELLS = (
     Cell(model="qwen2-0.5b", strategy="fsdp2", packed=True, compiled=True),
 )
 OURS = (
-    Cell(model="qwen2-0.5b", strategy="device_map", response_length=256, sequences=8, micro_batch_size=4),
-    Cell(model="qwen3-0.6b", strategy="device_map", response_length=256, gradient_checkpointing=False),
-    Cell(model="llama-1b", strategy="device_map", response_length=128, model_dtype="bf16"),
+    Cell(
+        model="qwen2-0.5b",
+        strategy="device_map",
+        response_length=256,
+        sequences=8,
+        micro_batch_size=4,
+        logits="responses",
+    ),
+    Cell(
+        model="qwen3-0.6b", strategy="device_map", response_length=256, gradient_checkpointing=False, logits="responses"
+    ),
+    Cell(model="llama-1b", strategy="device_map", response_length=128, model_dtype="bf16", logits="responses"),
 )
 """Our engine, which generates too."""
 LARGE = (Cell(model="qwen2-7b", strategy="fsdp2", model_dtype="bf16", packed=True, roles=("actor", "ref")),)
@@ -276,7 +287,7 @@ def _predict_ours(cell: Cell, config: Any) -> dict[str, tuple[int, dict[str, int
         "gradient_checkpointing": cell.gradient_checkpointing,
         "micro_batch_size": cell.micro_batch_size,
         "optimizer": "adamw",
-        "logits": "full",
+        "logits": cell.logits,
         "lora_rank": 0,
         "attn_implementation": cell.attn_implementation,
     }
@@ -316,6 +327,7 @@ def measure(cell: Cell, config: Any, folder: Path, meter: Meter) -> dict[str, in
         optimizer_offload=cell.offload,
         use_torch_compile=cell.compiled,
         attn_implementation=cell.attn_implementation,
+        logits=cell.logits,
     )
     with _quiet():
         save_model(config, folder)

@@ -48,26 +48,22 @@ class Ran:
 
 
 def train(running: Running) -> Ran:
-    """Forward of each micro-batch in flight, one backward, the optimizer's step."""
+    """Forward and backward of one micro-batch, and the optimizer's step."""
     recorder, wanted = running.recorder, running.wanted
     ran = Ran([("forward", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
     mixed = wanted.used_precision == "bf16-mixed"
+    (given,) = running.inputs
     with _as_on_gpu(running), recorder, torch.enable_grad():
         before = _live(recorder)
-        losses, outputs = [], []
-        for given in running.inputs:
-            with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
-                loss, output = _loss(running, given)
-                losses.append(loss)
-                outputs.append(output)  # as in a plain loop, where its name outlives the backward
-                del loss, output
-            if len(losses) == 1:
-                ran.kept = _live(recorder) - before
-        loss = losses[0] if len(losses) == 1 else losses[0] + losses[1]
-        del losses
+        with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
+            loss, output = _loss(running, given)
+        if wanted.loss in ("verl-ppo", "verl-fused", "value"):
+            del output  # as our engine; in a plain loop its name outlives the backward
+        ran.kept = _live(recorder) - before
         ran.marks.append(("backward", len(recorder.events)))
         loss.backward()  # type: ignore[no-untyped-call]
-        del loss, outputs
+        del loss
+        output = None
         numbers = {recorder.number_of(p.grad) for p in running.module.parameters() if p.grad is not None}
         ran.gradients = {number for number in numbers if number is not None}
         if running.optimizer is not None:
@@ -211,9 +207,21 @@ def _call(running: Running, given: Mapping[str, Any]) -> Any:
             why = "it is an argument of transformers models"
             raise config_error("no-effect", "logits_to_keep", wanted.logits_to_keep, why, "Leave it out")
         return running.module(given["input_ids"])
-    last = wanted.logits_to_keep is not None and not wanted.packed and wanted.loss != "verl-ppo"
-    keep = {"logits_to_keep": wanted.logits_to_keep} if last else {}
-    return running.module(**given, **keep)
+    return running.module(**given, **_kept(running))
+
+
+def _kept(running: Running) -> dict[str, Any]:
+    """The argument for logits of the last positions; of a packed row it is among the inputs."""
+    wanted = running.wanted
+    if wanted.logits_to_keep is None or wanted.packed:
+        return {}
+    if wanted.loss != "verl-ppo":
+        return {"logits_to_keep": wanted.logits_to_keep}
+    if "logits_to_keep" not in parameters_of(running.module):  # our engine takes all then
+        return {}
+    # As verl_plugin/engine_logits.py has it: each token's logits are those of the one before it.
+    end = wanted.seq_len - 1
+    return {"logits_to_keep": slice(max(end - wanted.logits_to_keep, 0), end)}
 
 
 def _loss(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:

@@ -48,6 +48,20 @@ class Recording:
     work: Work
 
 
+def halved_gradients(recording: Recording) -> frozenset[int]:
+    """Gradients of weights that a pass uses twice, as a tied head is: autograd keeps the half that comes first until the
+    other is added to it, and only then adds it to what earlier micro-batches left.
+
+    The backward goes through the chain from its end, so that it is one that comes before a gradient of a later Block.
+    """
+    made = recording.events[recording.n_static :] - 1
+    made = made[made >= 0]
+    made = made[recording.kinds[made] == GRADIENTS]
+    owners = recording.owners[made]
+    later = np.maximum.accumulate(owners[::-1])[::-1]  # the last Block of those that come from here on
+    return frozenset(made[owners < later].tolist())
+
+
 @dataclass(frozen=True)
 class Pieces:
     """Which names of modules and tensors belong to which Block of the chain."""

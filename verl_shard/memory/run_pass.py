@@ -125,10 +125,9 @@ def _inputs(wanted: PassSpec, module: nn.Module) -> dict[str, torch.Tensor]:
     given = {"input_ids": torch.zeros(shape, dtype=torch.long)}
     if wanted.packed:
         given["position_ids"] = torch.zeros(shape, dtype=torch.long)
-    by_place = wanted.packed or wanted.loss == "verl-ppo"  # as our engine says it (verl_plugin/engine_logits.py)
-    if wanted.logits_to_keep is not None and by_place and "logits_to_keep" in parameters_of(module):
-        each = min(wanted.logits_to_keep, wanted.seq_len)
-        given["logits_to_keep"] = torch.arange(each * (wanted.batch_size if wanted.packed else 1))
+    if wanted.logits_to_keep is not None and wanted.packed and "logits_to_keep" in parameters_of(module):
+        # Their places, as our engine says them (verl_plugin/engine_logits.py).
+        given["logits_to_keep"] = torch.arange(min(wanted.logits_to_keep, wanted.seq_len) * wanted.batch_size)
     return given | ({"attention_mask": torch.ones_like(given["input_ids"])} if wanted.padded else {})
 
 

@@ -20,8 +20,18 @@ from torch import nn
 
 from verl_shard.memory.in_flight import Stage, issued
 from verl_shard.memory.passes import PassSpec
-from verl_shard.memory.recording import ACTIVATIONS, GRADIENTS, KINDS, LOGITS, LOSS, OPTIMIZER, Recording
+from verl_shard.memory.recording import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KINDS,
+    LOGITS,
+    LOSS,
+    OPTIMIZER,
+    Recording,
+    halved_gradients,
+)
 from verl_shard.memory.run_pass import record
+from verl_shard.memory.trace_rows import Crossing, crossings_of, halves_of, rows_of
 from verl_shard.models.spec import ModelSpec
 
 
@@ -41,18 +51,6 @@ def alone(wanted: PassSpec) -> PassSpec:
 
 Event = tuple[str, int, int]
 """(phase, storage, size), with size -1 for a release."""
-
-
-@dataclass(frozen=True)
-class _Crossing:
-    """A storage that blocks read which did not make it: on their GPU there is a copy of it."""
-
-    owner: int
-    size: int
-    users: tuple[tuple[int, int], ...]
-    """(block, row from which the copy is there), by row."""
-    end: int
-    """The row from which it is gone."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +87,21 @@ class Trace:
     kinds: np.ndarray
     phases: Mapping[str, int]
     flops: tuple[tuple[int, int], ...]
-    crossings: tuple[_Crossing, ...]
+    crossings: tuple[Crossing, ...]
     recording: Recording
     accumulating: bool = False
     in_flight: int = 1
     waiting: int = 0
+    halved: frozenset[int] = frozenset()
+    """See halved_gradients."""
+    halves: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    """(rows, blocks): bytes of gradients that wait for their other half; beside the sum of earlier micro-batches."""
     _peaks: dict[tuple[_When, ...], np.ndarray] = field(default_factory=dict, repr=False)
     _highest: dict[str | None, _Highest] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, recording: Recording, wanted: PassSpec) -> Trace:
-        rows, phase_rows = _rows(recording)
+        rows, phase_rows = rows_of(recording)
         n_blocks = len(recording.flops)
         events = recording.events
         numbers = np.abs(events) - 1
@@ -109,18 +111,25 @@ class Trace:
         np.add.at(kinds, (row_of_event, recording.owners[numbers], recording.kinds[numbers]), deltas)
         kinds = kinds.cumsum(axis=0)
         loss_row = phase_rows.pop(LOSS, phase_rows.get("backward", 1))
+        halved = halved_gradients(recording)
+        halves = halves_of(
+            recording, halved, row_of_event, phase_rows.get("optimizer", len(rows)), (len(rows), n_blocks)
+        )
         if wanted.accumulating and "optimizer" in phase_rows:
             # Gradients are there from the first micro-batch on; those of another are added to them and gone.
             step = phase_rows["optimizer"]
             kinds[phase_rows["forward"] : step, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS]
+            kinds[:step, :, GRADIENTS] += halves[:step]
         return cls(
             live=kinds.sum(axis=2),
             kinds=kinds,
             phases=phase_rows,
             flops=tuple(zip(recording.flops, recording.flops_in_backward, strict=True)),
-            crossings=_crossings(recording, row_of_event, len(rows)),
+            crossings=crossings_of(recording, row_of_event, len(rows)),
             recording=recording,
             accumulating=wanted.accumulating,
+            halved=halved,
+            halves=halves,
             in_flight=wanted.in_flight,
             waiting=loss_row - 1,
         )
@@ -206,7 +215,7 @@ class Trace:
         """The peak, in bytes, of a GPU that holds blocks i..j-1."""
         return int(self.peaks_at(stage)[i, j])
 
-    def _waits(self, row: int, crossing: _Crossing) -> int:
+    def _waits(self, row: int, crossing: Crossing) -> int:
         """Bytes of a copy that is there from `row` on, while its micro-batch waits for its backward."""
         return crossing.size if row <= self.waiting < crossing.end else 0
 
@@ -248,7 +257,8 @@ class Trace:
         kinds[rows, :, ACTIVATIONS] += when.others * kept[:, ACTIVATIONS]
         kinds[rows, :, LOGITS] += when.at_head * kept[:, LOGITS]
         if when.gradients_from is not None:
-            kinds[self.phases[when.gradients_from] : step, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS]
+            since = slice(self.phases[when.gradients_from], step)
+            kinds[since, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS] + self.halves[since]
         return kinds
 
     def kinds_at_peak(self, blocks: Collection[int], stage: Stage = Stage()) -> list[int]:  # noqa: B008 - frozen
@@ -322,14 +332,20 @@ class Trace:
         return parts
 
     def _of_micro_batch(self, part: Sequence[Event], number: int) -> Iterator[Event]:
-        """The part of that micro-batch. Its gradients, but for the first one's, are added to those that are there, and gone."""
+        """The part of that micro-batch. Its gradients, but for the first one's, are added to those that are there, and gone:
+        one of which the other half is to come, at the end."""
         first = 2 * len(self.recording.sizes) * number
+        held = []
         for phase, storage, size in part:
             named = f"{phase} {number}" if number else phase
             yield named, storage if storage < 0 else first + storage, size
             of_parameter = storage < len(self.recording.kinds) and self.recording.kinds[storage] == GRADIENTS
             if number and size > 0 and of_parameter:
-                yield named, first + storage, -1
+                if storage in self.halved:
+                    held.append((named, first + storage, -1))
+                else:
+                    yield named, first + storage, -1
+        yield from held
 
     @property
     def phase_peaks(self) -> dict[str, int]:
@@ -337,50 +353,3 @@ class Trace:
         starts = [*sorted(self.phases.items(), key=lambda item: item[1]), ("", len(self.live))]
         total = np.max([self._kinds_when(when).sum(axis=(1, 2)) for when in self._whens(Stage())], axis=0)
         return {name: int(total[max(at - 1, 0) : end].max()) for (name, at), (_, end) in pairwise(starts)}
-
-
-def _rows(recording: Recording) -> tuple[np.ndarray, dict[str, int]]:
-    """The points in time that are kept: events after which a row of the Trace is taken.
-
-    Between two changes of the running block only that block's memory changes much, so its own largest moment, the
-    largest moment of all together and the end are all that can be a peak. The optimizer works on all blocks at once;
-    there each operation's end is taken.
-    """
-    start, n = recording.n_static, len(recording.events)
-    marks = dict(recording.marks)
-    step_begins = marks.get("optimizer", n)
-    key = np.where(np.arange(n) < step_begins, recording.actors, recording.steps)
-    changes = np.flatnonzero(np.diff(key[start:])) + start + 1
-    cuts = np.unique(np.concatenate([[start], changes, [event for _, event in recording.marks], [n]]))
-    numbers = np.abs(recording.events) - 1
-    deltas = recording.sizes[numbers] * np.sign(recording.events)
-    total = deltas.cumsum()
-    kept = {start - 1} if start else set()
-    for first, end in pairwise(cuts.tolist()):
-        kept.add(int(end) - 1)
-        if first >= step_begins:
-            continue
-        kept.add(first + int(total[first:end].argmax()))
-        own = np.where(recording.owners[numbers[first:end]] == recording.actors[first:end], deltas[first:end], 0)
-        kept.add(first + int(own.cumsum().argmax()))
-    # Row r is the state after event rows[r] - 1.
-    rows = np.array(sorted(event + 1 for event in kept), dtype=np.int64)
-    return rows, {name: int(np.searchsorted(rows, event, side="right")) for name, event in recording.marks}
-
-
-def _crossings(recording: Recording, row_of_event: np.ndarray, n_rows: int) -> tuple[_Crossing, ...]:
-    """Copies of what one block made and another reads."""
-    end: dict[int, int] = {}
-    used = {number for _, number, _ in recording.uses}
-    for release in np.flatnonzero(recording.events < 0).tolist():
-        number = -int(recording.events[release]) - 1
-        if number in used:
-            end[number] = int(row_of_event[release])
-    users: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for event, number, block in recording.uses:
-        row = int(row_of_event[event]) if event < len(row_of_event) else n_rows
-        users[number].append((block, row))
-    return tuple(
-        _Crossing(int(recording.owners[number]), int(recording.sizes[number]), tuple(readers), end.get(number, n_rows))
-        for number, readers in users.items()
-    )

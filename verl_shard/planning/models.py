@@ -45,7 +45,8 @@ def pass_of(phase: str, own: RoleConfig, workload: Workload) -> PassSpec:
         common |= {"seq_len": workload.prompt_length, "new_tokens": workload.response_length}
         return PassSpec(phase="generate", trainable=True, padded=True, **common)
     packed = workload.remove_padding and phase != "reward"
-    common |= {"seq_len": workload.sequence_length, "packed": packed, "padded": not packed}
+    # Of a causal model our engine leaves out a mask of padding behind all that counts (verl_plugin/engine_inputs.py).
+    common |= {"seq_len": workload.sequence_length, "packed": packed, "padded": phase == "reward"}
     if packed and own.attn_implementation == "sdpa":
         common["attn_implementation"] = PACKED
     taken = "verl-fused" if own.logits == "fused" else "verl-ppo"

@@ -28,13 +28,15 @@ _OF_TOKENS = ("input_ids_rmpad_rolled", "temperature_rmpad")
 class Kept:
     """Which logits of a micro-batch there are, and what they are of.
 
-    columns: positions along the second axis of the model's inputs (what transformers calls logits_to_keep).
+    columns: positions along the second axis of the model's inputs, n_columns of them (what transformers calls
+        logits_to_keep). Of rows filled up they are a slice, whose backward is cheaper: positions in a tensor are sorted.
     rows: of the logits that there are, rows and columns as one axis, those that are read; None when all are.
     places: of the tokens of all sequences, one behind the other, those that the read ones follow from.
     ends: where each response ends among these, behind a 0. n_tokens: of all sequences.
     """
 
-    columns: torch.Tensor
+    columns: torch.Tensor | slice
+    n_columns: int
     rows: torch.Tensor | None
     places: torch.Tensor
     ends: torch.Tensor
@@ -43,7 +45,8 @@ class Kept:
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Kept:
         """With its tensors where `move` brings them."""
         rows = None if self.rows is None else move(self.rows)
-        return replace(self, columns=move(self.columns), rows=rows, places=move(self.places), ends=move(self.ends))
+        columns = move(self.columns) if isinstance(self.columns, torch.Tensor) else self.columns
+        return replace(self, columns=columns, rows=rows, places=move(self.places), ends=move(self.ends))
 
 
 def can_keep(module: nn.Module) -> bool:
@@ -70,12 +73,12 @@ def kept(pairs: Sequence[tuple[int, int]], *, packed: bool) -> Kept | None:
     ends = torch.tensor([0, *(response for _, response in pairs)]).cumsum(0)
     places = _ranges((begin + prompt - 1, n) for begin, (prompt, n) in zip(begins, pairs, strict=True))
     if packed:
-        return Kept(places, None, places, ends, n_tokens)
+        return Kept(places, len(places), None, places, ends, n_tokens)
     first = min(prompt for prompt, response in pairs if response) - 1
     width = max(sum(pair) for pair in pairs if pair[1]) - 1 - first
     rows = _ranges((row * width + prompt - 1 - first, n) for row, (prompt, n) in enumerate(pairs))
     whole = len(rows) == len(pairs) * width
-    return Kept(torch.arange(first, first + width), None if whole else rows, places, ends, n_tokens)
+    return Kept(slice(first, first + width), width, None if whole else rows, places, ends, n_tokens)
 
 
 def largest_share(pairs: Sequence[tuple[int, int]], *, packed: bool) -> float:
@@ -95,8 +98,8 @@ def _ranges(parts: Any) -> torch.Tensor:
 def read(output: Any, kept: Kept) -> Any:
     """A forward's result with the logits that are read, as one row (1, tokens, vocabulary)."""
     logits = output.logits
-    if logits.shape[1] != len(kept.columns):  # a model that takes the argument and does not mind it
-        logits = logits.index_select(1, kept.columns)
+    if logits.shape[1] != kept.n_columns:  # a model that takes the argument and does not mind it
+        logits = logits[:, kept.columns]
     flat = logits.flatten(0, 1)
     return SimpleNamespace(logits=(flat if kept.rows is None else flat.index_select(0, kept.rows))[None])
 

@@ -80,7 +80,10 @@ class _Ours(Emission):
             self.keys["critic.device_map.plan"] = plan_file.resolve()
         if plan_file is None:
             self.keys[f"{key}.device_map.precision"] = own.precision
-            self.keys[f"{key}.device_map.device_map"] = self.map_of(role)
+            if role == "ref" and own.settings.get("strategy") == "data_parallel":
+                self.keys[f"{key}.device_map.copies_on"] = list(own.devices)
+            else:
+                self.keys[f"{key}.device_map.device_map"] = self.map_of(role)
             if role == "ref" and own.model != self.plan.roles["actor"].model:
                 why = "verl names one model for actor and ref; the engine reads another one from the plan's file"
                 self.faults.append(Finding("error", "verl-has-not", "ref.model", own.model, why, "Give plan_file"))

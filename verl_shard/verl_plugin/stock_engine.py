@@ -50,6 +50,8 @@ class Setup:
     """Of the actor."""
     precision: str | None = None
     """Of our engine, in the place of model_dtype's."""
+    logits: str = "responses"
+    """Of our engine's actor and reference."""
 
     @property
     def token_budget(self) -> int:
@@ -304,6 +306,7 @@ def _ours(role: Role, setup: Setup) -> Any:
         role=role, device_map="cpu" if get_device_name() == "cpu" else {"": 0}, precision=setup.precision or precision,
         forward_only=role == "ref", use_dynamic_bsz=False, micro_batch_size_per_gpu=micro,
         infer_micro_batch_size_per_gpu=micro, offload=setup.ref_offload if role == "ref" else "none",
+        logits=setup.logits,
     )  # fmt: skip
 
 
