@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_shard.bench.record import machine as machine  # bench stock asks for it here
 from verl_shard.bench.record import tell
 from verl_shard.common.files import read_json_lines
 from verl_shard.common.tables import table

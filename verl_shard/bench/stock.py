@@ -6,8 +6,6 @@ import contextlib
 import gc
 import importlib.util
 import io
-import json
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -18,14 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from verl_shard.bench.start import machine
+from verl_shard.bench.machine import in_a_process
+from verl_shard.bench.record import machine, tell
 from verl_shard.common.errors import RunError, config_error
-from verl_shard.common.files import write_whole
-from verl_shard.common.tables import err, out, table
+from verl_shard.common.tables import err, table
 from verl_shard.common.units import format_bytes
 
 SCHEMA = "verl_shard/bench-stock/1"
-_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, OSError)
 STEPS = 3
 """The last is the one that is measured: optimizer states are made by the first."""
 _LLAMA_1B = {
@@ -151,56 +148,37 @@ def bench_stock(*, result: Path | None, large: bool = False, only: int | None = 
     cells = cells if only is None else [cells[only % len(cells)]]
     measured: list[Measured] = []
     failed: dict[str, str] = {}
+    where: dict[str, Any] = {}
     for cell in cells:
         began = time.perf_counter()
-        rows, where = _in_a_process(cell)
+        ran = in_a_process(partial(_run, cell))  # of its own: FSDP gives memory back only with its process
         seconds = time.perf_counter() - began
-        if isinstance(rows, str):
-            failed[f"{cell.model}: {cell.words}"] = rows
-            err.print(f"{cell.model}: {cell.words}: {rows}", style="red")
+        if ran.made is None:
+            failed[f"{cell.model}: {cell.words}"] = ran.why
+            err.print(f"{cell.model}: {cell.words}: {ran.why}", style="red")
             continue
+        rows, where = ran.made
         measured += rows
         worst = max(rows, key=lambda row: abs(row.error))
         err.print(f"{cell.model}: {cell.words}: worst {worst.phase} {worst.error:+.2%} ({seconds:.0f} s)")
-        if result is not None:  # as far as it has come
-            record = {
-                "schema": SCHEMA, "machine": where, "rows": [{**asdict(m), "error": m.error} for m in measured],
-                "failed": failed,
-            }  # fmt: skip
-            write_whole(result, json.dumps(record, indent=1) + "\n")
+        tell(SCHEMA, _content(measured, failed), [], result=result, facts=where)  # as far as it has come
     if not measured:
         raise RunError("; ".join(f"{cell}: {why}" for cell, why in failed.items()))
-    out.print(_table(measured))
-    out.print(_summary(measured))
+    shown = [_table(measured), _summary(measured)]
+    tell(SCHEMA, _content(measured, failed), shown, result=result, facts=where)
     return measured
 
 
-def _in_a_process(cell: Cell) -> tuple[list[Measured] | str, dict[str, Any]]:
-    """A cell in a process of its own, since FSDP gives memory back only with its process; or why it failed.
-
-    And the machine, which this process must not ask for: CUDA would start in it, and nothing could fork.
-    """
-    here, there = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_run_and_send, args=(cell, there))
-    child.start()
-    there.close()
-    try:
-        answer: tuple[list[Measured] | str, dict[str, Any]] = here.recv()
-    except EOFError:
-        answer = "its process died", {}
-    child.join()
-    return answer
+def _content(measured: Sequence[Measured], failed: dict[str, str]) -> dict[str, Any]:
+    return {"rows": [{**asdict(m), "error": m.error} for m in measured], "failed": failed}
 
 
-def _run_and_send(cell: Cell, there: Any) -> None:
+def _run(cell: Cell) -> tuple[list[Measured], dict[str, Any]]:
+    """A cell, and the machine: CUDA must not start in the process that begins others."""
     from verl_shard.verl_plugin.stock_engine import one_process
 
-    try:
-        with one_process("cuda"):
-            answer: list[Measured] | str = run_cell(cell, cuda_meter)
-    except _FAILURES as error:  # one cell must not cost the others
-        answer = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    there.send((answer, machine()))
+    with one_process("cuda"):
+        return run_cell(cell, cuda_meter), machine()
 
 
 def config_of(name: str) -> Any:
