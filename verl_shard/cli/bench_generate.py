@@ -23,7 +23,9 @@ def generate(
     ] = None,
     runs: Annotated[int, typer.Option(help="Timed runs of each way; the fastest counts.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Other lengths and prompts are drawn for another seed.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter responses; without a GPU also fewer requests.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Shorter responses; without a GPU also fewer requests.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Tokens/s of responses of mixed lengths: ours, a plain model.generate loop, transformers' continuous batching."""

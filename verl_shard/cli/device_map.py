@@ -38,6 +38,7 @@ def device_map(
     gradient_checkpointing: passes.Checkpointing = False,
     attn_implementation: passes.Attention = None,
     in_flight: passes.InFlight = None,
+    accumulating: passes.Accumulating = False,
     task: passes.Task = None,
     dtype: Annotated[str | None, typer.Option(help="What weights are counted as, for inference. [bfloat16]")] = None,
     trust_remote_code: passes.TrustRemoteCode = False,
@@ -60,6 +61,7 @@ def device_map(
         gradient_checkpointing=gradient_checkpointing,
         attn_implementation=attn_implementation,
         in_flight=in_flight,
+        accumulating=accumulating,
     )
     listed: Any = devices
     if devices is not None and devices != "process":

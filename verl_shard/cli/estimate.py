@@ -35,12 +35,7 @@ def estimate(
     loss: Annotated[str | None, typer.Option(help="causal-lm, ppo, verl-ppo or value; by default by the task.")] = None,
     packed: passes.Packed = False,
     in_flight: passes.InFlight = None,
-    accumulating: Annotated[
-        bool,
-        typer.Option(
-            "--accumulating", help="A step of several micro-batches: their gradients are there while the next one runs."
-        ),
-    ] = False,
+    accumulating: passes.Accumulating = False,
     task: passes.Task = None,
     device_map: Annotated[
         Path | None, typer.Option(help='A map that "verl-shard map --save" wrote; the estimate is then for each GPU.')

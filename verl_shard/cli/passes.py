@@ -37,7 +37,14 @@ Packed = Annotated[
     ),
 ]
 InFlight = Annotated[
-    int | None, typer.Option(help="Micro-batches issued before a backward: speed, for their activations.")
+    int | None,
+    typer.Option(help="Micro-batches between forward and backward at a time: GPUs overlap, for their activations."),
+]
+Accumulating = Annotated[
+    bool,
+    typer.Option(
+        "--accumulating", help="A step of several micro-batches: their gradients are there while the next one runs."
+    ),
 ]
 Task = Annotated[
     str | None, typer.Option(help="causal-lm, reward, process-reward or value; by default what the model says.")

@@ -31,7 +31,7 @@ from verl_shard.memory.recording import (
     halved_gradients,
 )
 from verl_shard.memory.run_pass import record
-from verl_shard.memory.trace_rows import Crossing, crossings_of, halves_of, rows_of
+from verl_shard.memory.trace_rows import Crossing, crossings_of, new_gradients_of, rows_of
 from verl_shard.models.spec import ModelSpec
 
 
@@ -94,8 +94,8 @@ class Trace:
     waiting: int = 0
     halved: frozenset[int] = frozenset()
     """See halved_gradients."""
-    halves: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
-    """(rows, blocks): bytes of gradients that wait for their other half; beside the sum of earlier micro-batches."""
+    new_gradients: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    """(rows, blocks): bytes of gradients beside the sum of earlier micro-batches."""
     _peaks: dict[tuple[_When, ...], np.ndarray] = field(default_factory=dict, repr=False)
     _highest: dict[str | None, _Highest] = field(default_factory=dict, repr=False)
 
@@ -112,14 +112,12 @@ class Trace:
         kinds = kinds.cumsum(axis=0)
         loss_row = phase_rows.pop(LOSS, phase_rows.get("backward", 1))
         halved = halved_gradients(recording)
-        halves = halves_of(
-            recording, halved, row_of_event, phase_rows.get("optimizer", len(rows)), (len(rows), n_blocks)
-        )
+        step = phase_rows.get("optimizer", len(rows))
+        new_gradients = new_gradients_of(recording, halved, rows, step, n_blocks)
         if wanted.accumulating and "optimizer" in phase_rows:
             # Gradients are there from the first micro-batch on; those of another are added to them and gone.
-            step = phase_rows["optimizer"]
             kinds[phase_rows["forward"] : step, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS]
-            kinds[:step, :, GRADIENTS] += halves[:step]
+            kinds[:step, :, GRADIENTS] += new_gradients[:step]
         return cls(
             live=kinds.sum(axis=2),
             kinds=kinds,
@@ -129,7 +127,7 @@ class Trace:
             recording=recording,
             accumulating=wanted.accumulating,
             halved=halved,
-            halves=halves,
+            new_gradients=new_gradients,
             in_flight=wanted.in_flight,
             waiting=loss_row - 1,
         )
@@ -258,7 +256,7 @@ class Trace:
         kinds[rows, :, LOGITS] += when.at_head * kept[:, LOGITS]
         if when.gradients_from is not None:
             since = slice(self.phases[when.gradients_from], step)
-            kinds[since, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS] + self.halves[since]
+            kinds[since, :, GRADIENTS] = kinds[step - 1, :, GRADIENTS] + self.new_gradients[since]
         return kinds
 
     def kinds_at_peak(self, blocks: Collection[int], stage: Stage = Stage()) -> list[int]:  # noqa: B008 - frozen

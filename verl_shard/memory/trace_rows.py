@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from verl_shard.memory.recording import Recording
+from verl_shard.memory.recording import GRADIENTS, Recording
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ def rows_of(recording: Recording) -> tuple[np.ndarray, dict[str, int]]:
     """The points in time that are kept: events after which a row of the Trace is taken.
 
     Between two changes of the running block only that block's memory changes much, so its own largest moment, the
-    largest moment of all together and the end are all that can be a peak. The optimizer works on all blocks at once;
+    largest moment of all together and the end are all that can be a peak, and, where there are gradients of earlier
+    micro-batches, the one at which its largest gradient is there beside them. The optimizer works on all blocks at once;
     there each operation's end is taken.
     """
     start, n = recording.n_static, len(recording.events)
@@ -48,19 +49,35 @@ def rows_of(recording: Recording) -> tuple[np.ndarray, dict[str, int]]:
         kept.add(first + int(total[first:end].argmax()))
         own = np.where(recording.owners[numbers[first:end]] == recording.actors[first:end], deltas[first:end], 0)
         kept.add(first + int(own.cumsum().argmax()))
+    made = recording.events[start:step_begins] - 1
+    new = np.flatnonzero((made >= 0) & (recording.kinds[np.maximum(made, 0)] == GRADIENTS))
+    for owner in np.unique(recording.owners[made[new]]):
+        own = new[recording.owners[made[new]] == owner]
+        kept.add(start + int(own[recording.sizes[made[own]].argmax()]))
     # Row r is the state after event rows[r] - 1.
     rows = np.array(sorted(event + 1 for event in kept), dtype=np.int64)
     return rows, {name: int(np.searchsorted(rows, event, side="right")) for name, event in recording.marks}
 
 
-def halves_of(
-    recording: Recording, halved: Collection[int], row_of_event: np.ndarray, step: int, shape: tuple[int, int]
+def new_gradients_of(
+    recording: Recording, halved: Collection[int], rows: np.ndarray, step: int, n_blocks: int
 ) -> np.ndarray:
-    """(rows, blocks): bytes of such gradients, from where their first half is made to the end of the backward."""
-    made = np.zeros(shape, dtype=np.int64)
-    for at in np.flatnonzero(np.isin(recording.events - 1, list(halved))):
-        number = int(recording.events[at]) - 1
-        made[row_of_event[at] : step - 1, recording.owners[number]] += recording.sizes[number]
+    """(rows, blocks): bytes of gradients that are there beside the sum of earlier micro-batches: each when it is made, and
+    one that waits for its other half (`halved`) to the end of the backward.
+
+    step: the row at which the optimizer's begins.
+    """
+    made = np.zeros((len(rows), n_blocks), dtype=np.int64)
+    numbers = recording.events[recording.n_static :] - 1
+    for at in np.flatnonzero((numbers >= 0) & (recording.kinds[np.maximum(numbers, 0)] == GRADIENTS)):
+        number, event = int(numbers[at]), int(at) + recording.n_static
+        row = int(np.searchsorted(rows, event, side="right"))
+        if row >= step - 1:
+            continue
+        if number in halved:
+            made[row : step - 1, recording.owners[number]] += recording.sizes[number]
+        elif rows[row] == event + 1:
+            made[row, recording.owners[number]] += recording.sizes[number]
     return made
 
 
