@@ -115,10 +115,10 @@ def test_no_command_for_what_does_not_fit_or_verl_cannot_have(
         "--emit",
         "overrides",
     ]
-    assert run([*few, "--set", "actor.in_flight=2"]) == 2
+    assert run([*few, "--set", "ref.attn_implementation=eager"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "actor.in_flight = 2: verl's loop runs the backward" in captured.err
+    assert "ref.attn_implementation = eager: verl has one entry for actor and ref" in captured.err
     assert run([*few, "--json"]) == 2
     assert "--json prints something else" in capsys.readouterr().err
     assert run([*few[:-1], "yaml"]) == 2
