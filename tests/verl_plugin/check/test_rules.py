@@ -108,6 +108,7 @@ CASES: list[tuple[list[str], dict[str, Any], list[tuple[str, str, str]]]] = [
     (["+data.shuffle=False"], {}, [(E, "data.shuffle", "data.shuffle=False")]),
     (["++data.shuffle=False"], {}, []),
     (["~data.shuffle"], {}, []),
+    (["trainer.typo=1"], {}, [(E, "trainer.typo", "Leave it out")]),
     (["~data.shufle"], {}, [(E, "data.shufle", "Did you mean data.shuffle?")]),
     ([f"{A}.fsdp_config.sharding_strategy=FULL_SHARD"], {}, [
         (E, f"{A}.fsdp_config.sharding_strategy",

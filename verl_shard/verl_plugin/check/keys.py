@@ -117,7 +117,8 @@ def _nearest(made: Composed, key: str) -> str | None:
     same = [name for name in known if name.rpartition(".")[2] == last]
     if same:
         return f"Did you mean {' or '.join(_by_likeness(key, same)[:3])}?"
-    near = get_close_matches(key, known, 1, 0.7)
+    sections = {name.rpartition(".")[0] for name in known}
+    near = get_close_matches(key, [name for name in known if name not in sections], 1, 0.7)
     return f"Did you mean {near[0]}?" if near else None
 
 
