@@ -65,6 +65,7 @@ def build_device_map(
         default what its architecture says.
     dtype: what weights are counted as; bfloat16 by default, and of a module what it has. For training `precision`
         says it.
+    trust_remote_code: let code that comes with the model run, as from_pretrained does.
     pass_fields: what runs, see PassSpec: batch_size, seq_len, and for training precision, optimizer,
         gradient_checkpointing, attn_implementation, logits_to_keep, loss, in_flight. Training without them is one
         sequence of 2048 tokens, or of as many as the model has positions, and one micro-batch after the other

@@ -47,6 +47,7 @@ def build_plan(
     side_by_side: search which roles share GPUs and how many each set gets, such that the step is fastest when sets work
         at the same time; without, every role that names no GPUs is over all of them, and phases follow each other.
     rates: measured speeds of the card; by default its data sheet's, with the shares that were measured on an H200.
+    trust_remote_code: let code that comes with a model run, as from_pretrained does.
 
     Fields that were left blank get defaults, and where these do not fit the cheapest remedies among them. A field that
     was set is kept: when the step then does not fit, `fits` is False and `remedies` says what to set instead.

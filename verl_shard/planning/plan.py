@@ -100,7 +100,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Plan:
-    """See build_plan. limits: bytes by GPU that torch may allocate. host: bytes of RAM by node, at most."""
+    """What build_plan makes: every role and phase of a step on every GPU, and whether it fits.
+
+    phases: of a step, in their order. limits: bytes by GPU id that torch may allocate. fits: whether no phase is above them.
+    step_seconds: of a whole step, estimated. remedies: what makes it fit, or made it. advice: on offloading.
+    checks: what was looked at beside memory. host: bytes of RAM by node, at most; host_parts: what they are.
+    """
 
     backend: str
     inventory: Inventory

@@ -15,7 +15,7 @@ class HybridTrainer(PPOTrainer):
     """PPOTrainer with its components where a resource config says, and a table of who owns which GPU when it starts.
 
     actor_model, reward_model: as PPOTrainer's. config: resource_config.yaml, its content as a dict, or a ResourceConfig;
-        docs/resource_config.md. Other arguments are PPOTrainer's, but for model_config, which this is.
+        docs/resource_config.md. train_data and other arguments are PPOTrainer's, but for model_config, which this is.
 
     Raises ConfigError with the faults of the config and of everything else, before anything is loaded.
     """

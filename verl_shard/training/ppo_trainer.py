@@ -46,6 +46,9 @@ class PPOTrainer:
         verl's columns). Without train_data the quick start's tasks are taken, without val_data a tenth is held out.
     runner: "local" trains in this process, or in those that accelerate launch or torchrun started, each with GPUs of its
         own; "verl" hands the same to verl's trainer on Ray. At one seed, on the CPU, both do the same.
+    use_gradient_checkpointing: activations inside of blocks are computed again in the backward: saves most of them, for a
+        forward more. gradient_checkpointing_kwargs: as for transformers' gradient_checkpointing_enable.
+    tokenizer: a folder, or a loaded one; by default the actor's. progress: a line of where it is on stderr, in a terminal.
     output_dir: the run's folder, by default the next free runs/ppo-N. resume: go on with the run there, from its last
         whole checkpoint, whichever runner or number of processes wrote it.
     callbacks: see verl_shard.training.callbacks. loggers: of verl's console, tensorboard and wandb; metrics.jsonl is

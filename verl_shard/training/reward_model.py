@@ -27,7 +27,11 @@ class RewardModel:
         attn_implementation: str | None = None,
         **options: Any,
     ) -> None:
-        """As for load_sharded; options: any more of ScoringModel's arguments. What cannot be as asked raises."""
+        """As for load_sharded; options: any more of ScoringModel's arguments. What cannot be as asked raises.
+
+        path: a folder or a hub id. device_map: "cpu", "balanced", a device, or a map of module names to GPU ids.
+        devices: the GPUs of a balanced map, in their order. dtype: of the weights. attn_implementation: by default sdpa.
+        """
         self.path = path
         self.scorer = ScoringModel(
             path,
