@@ -109,6 +109,11 @@ def test_each_way_and_kind_is_timed_with_each_number_of_micro_batches(monkeypatc
     cells = [[cell for cell in line.split() if cell != "│"] for line in text.splitlines()]
     assert ["good", "1.000", "1.000", "1.000", "1.000", "0.0", "0.0", "0.0", "0.0"] in cells
     assert ["bad", "2.000", "2.000", "-", "0.0", "0.0", "-"] in cells
+    only = PipelineRow("another map", KINDS[1], 8, 0.5, (2 * 10**9,), 1.0)
+    with_map = as_text(120, *tables("small", [*rows, only]))
+    assert ["another", "map", "-", "-", "0.500", "-", "-", "2.0"] in [
+        [cell for cell in line.split() if cell != "│"] for line in with_map.splitlines()
+    ]
     even = PipelineRow("even", KINDS[0], 1, 0.25, (3 * 10**9, 5 * 10**9), 1.0)
     alone = as_text(120, *tables("small", [even])[:1])
     assert ["even", "0.250", "5.0"] in [[c for c in line.split() if c != "│"] for line in alone.splitlines()]

@@ -21,7 +21,8 @@ from verl_shard.planning.plan import Plan
 from verl_shard.planning.plan_file import read_role
 
 WORK: dict[str, Any] = {"train_batch_size": 4, "prompt_length": 48, "response_length": 464}
-RESPONSE = WORK["response_length"]
+KEPT = WORK["prompt_length"] + WORK["response_length"] - 1
+"""Logits of a padded row: prompts may be as short as a token."""
 MIB = 2**20
 
 
@@ -78,8 +79,7 @@ def test_micro_batches_in_flight_are_counted_by_gpu() -> None:
         "seq_len": 512,
         "loss": "verl-ppo",
         "task": "causal-lm",
-        "padded": True,
-        "logits_to_keep": RESPONSE,
+        "logits_to_keep": KEPT,
     }
     device_map = made.roles["actor"].device_map
     both, one = (
@@ -104,8 +104,7 @@ def test_a_phase_on_one_gpu_is_the_estimate_beside_what_other_roles_keep() -> No
         seq_len=512,
         loss="verl-ppo",
         task="causal-lm",
-        padded=True,
-        logits_to_keep=RESPONSE,
+        logits_to_keep=KEPT,
     )
     # cuBLASLt's workspace is counted from the start: it came with the first step.
     assert row.peaks[0] == pytest.approx(estimate.peak, abs=CUBLAS_LT.n_bytes)
@@ -131,8 +130,7 @@ def test_states_stay_while_an_actor_scores() -> None:
         "seq_len": 512,
         "loss": "verl-ppo",
         "task": "causal-lm",
-        "padded": True,
-        "logits_to_keep": RESPONSE,
+        "logits_to_keep": KEPT,
     }
     forward = estimate_memory(small_qwen2(), phase="forward", precision="bf16-mixed", trainable=True, **given)
     states = estimate_memory(small_qwen2(), phase="train", **given).optimizer

@@ -18,6 +18,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_plugin.test_engine_batches import _engine, _group, _laid_out, _loss, folder  # noqa: F401
 
 from verl_shard.common.errors import ConfigError
+from verl_shard.models.meta import makes_logits_to_keep
 from verl_shard.verl_plugin import engine_logits
 from verl_shard.verl_plugin.config import DeviceMapEngineConfig
 
@@ -152,8 +153,8 @@ def test_a_model_that_does_not_mind(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_models_that_cannot(folder: Path) -> None:  # noqa: F811
-    assert engine_logits.can_keep(_engine(folder).module)
-    assert not engine_logits.can_keep(_engine(folder, "value_model").module)
+    assert makes_logits_to_keep(_engine(folder).module)
+    assert not makes_logits_to_keep(_engine(folder, "value_model").module)
     encoder = transformers.BertConfig(
         hidden_size=16,
         num_hidden_layers=1,
@@ -162,7 +163,15 @@ def test_models_that_cannot(folder: Path) -> None:  # noqa: F811
         vocab_size=32,
         is_decoder=False,
     )
-    assert not engine_logits.can_keep(transformers.BertForMaskedLM(encoder))
+    assert not makes_logits_to_keep(transformers.BertForMaskedLM(encoder))
+
+    class Others(transformers.LlamaForCausalLM):
+        """Whatever it means by the argument."""
+
+    small = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32
+    )
+    assert not makes_logits_to_keep(Others(small))
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=5), st.booleans())

@@ -61,8 +61,9 @@ def in_a_process(run: Callable[[], T]) -> Died[T]:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asked otherwise, CUDA starts and nothing can fork
     if not torch.cuda.is_available():
         return Died(run())
-    # Where NVML does not answer it did start; another process then begins anew, which takes it seconds of imports.
-    how = multiprocessing.get_context("fork" if torch.cuda._device_count_nvml() >= 0 else "spawn")
+    # Where CUDA runs here, or was started as NVML does not answer, another process begins anew, which takes it seconds.
+    forks = torch.cuda._device_count_nvml() >= 0 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    how = multiprocessing.get_context("fork" if forks else "spawn")
     here, there = multiprocessing.Pipe(duplex=False)
     child: Any = how.Process(target=_run_and_send, args=(run, there))  # type: ignore[attr-defined]
     child.start()

@@ -97,12 +97,20 @@ def compare_memory(recorded: Path, *, result: Path | None, slow: bool = False) -
         measured.append(
             Measured(row, estimate.peak, peak, estimate.reserved, reserved, _others(row, estimators), seconds)
         )
-    _tell(measured, known.get("machine") or {}, known.get("seed"), result)
+    when = {name: known[name] for name in ("date", "command") if name in known}
+    _tell(measured, known.get("machine") or {}, known.get("seed"), result, when)
     return measured
 
 
-def _tell(measured: Sequence[Measured], facts: Mapping[str, Any], seed: int | None, result: Path | None) -> None:
-    content = {"seed": seed, "rows": [asdict(m) for m in measured]}
+def _tell(
+    measured: Sequence[Measured],
+    facts: Mapping[str, Any],
+    seed: int | None,
+    result: Path | None,
+    when: Mapping[str, str] | None = None,
+) -> None:
+    """when: date and command of the measurement, where it is not of now."""
+    content = {"seed": seed, "rows": [asdict(m) for m in measured], **(when or {})}
     tell(SCHEMA, content, _tables(measured), result=result, facts=facts)
 
 

@@ -115,9 +115,10 @@ def bench_pipeline(
         content["maps"] = maps = offered_maps(config, n_gpus)
         found = measure(made, ids, ways(device_map, maps), meter, runs=runs, keep=keep)
         rows = found = with_estimates(config, found, {"": device_map, **maps})
+        keep(rows)
         content["gradients"] = gradients = asdict(check_gradients(made, ids, device_map))
+        keep(rows)
         shown = [*tables(model, found), peaks_table(found), gradients_words(Gradients(**gradients))]
-    keep(rows)
     tell(SCHEMA, content, shown, result=result, as_json=as_json)
     return rows
 
@@ -330,8 +331,9 @@ def tables(model: str, rows: Sequence[PipelineRow]) -> list[Any]:
         shown = []
         for name in dict.fromkeys(row.way for row in of_kind):
             by_count = {row.micro_batches: row for row in of_kind if row.way == name}
-            seconds = [by_count[n].seconds for n in counts]
-            peaks = [f"{max(by_count[n].peaks) / 1e9:.1f}" if by_count[n].peaks else "-" for n in counts]
+            measured = [by_count.get(n) for n in counts]  # maps are compared at the most micro-batches only
+            seconds = [None if row is None else row.seconds for row in measured]
+            peaks = ["-" if row is None or not row.peaks else f"{max(row.peaks) / 1e9:.1f}" for row in measured]
             shown.append((name, *("-" if s is None else f"{s:.3f}" for s in seconds), " ".join(peaks)))
         columns = ("", *(f"M={n}" for n in counts), "fullest GPU, GB")
         title = f"{model}, {BATCH[0]} x {BATCH[1]} tokens in M micro-batches, {kind}: seconds"

@@ -19,6 +19,7 @@ from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.stand_ins import as_on_gpu
 from verl_shard.memory.stock.outputs import FUSED_CHUNK, FusedHead
+from verl_shard.models.meta import makes_logits_to_keep
 from verl_shard.models.packed import PACKED, why_not_packed
 from verl_shard.models.spec import ModelSpec
 
@@ -117,7 +118,7 @@ def generate(running: Running) -> Ran:
         raise config_error("cannot-generate", "phase", wanted.phase, why, 'Use phase="forward"')
     ran = Ran([("prefill", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
     (given,) = running.inputs
-    takes = "logits_to_keep" in parameters_of(module)
+    takes = "logits_to_keep" in _parameters(module)
     keep: dict[str, Any] = {"logits_to_keep": 1, "use_cache": True} if takes else {"use_cache": True}
     mixed = wanted.used_precision == "bf16-mixed"
     with (
@@ -190,7 +191,7 @@ def _live(recorder: Recorder) -> np.ndarray:
     return live
 
 
-def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     """What a model's forward takes; of one with adapters, its own."""
     base: Any = getattr(module, "get_base_model", lambda: module)()
     return inspect.signature(base.forward).parameters
@@ -199,7 +200,7 @@ def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 def _call(running: Running, given: Mapping[str, Any]) -> Any:
     """The model's own call; of a module that is none of transformers', the token ids alone."""
     wanted = running.wanted
-    if wanted.packed and "position_ids" not in parameters_of(running.module):
+    if wanted.packed and "position_ids" not in _parameters(running.module):
         why = f"{type(running.module).__name__} takes no position_ids, which tell the sequences of a row apart"
         raise config_error("no-effect", "packed", True, why, "Leave it out")
     if not hasattr(running.module, "config"):
@@ -217,7 +218,7 @@ def _kept(running: Running) -> dict[str, Any]:
         return {}
     if wanted.loss != "verl-ppo":
         return {"logits_to_keep": wanted.logits_to_keep}
-    if "logits_to_keep" not in parameters_of(running.module):  # our engine takes all then
+    if not makes_logits_to_keep(running.module):  # our engine takes all then
         return {}
     # As verl_plugin/engine_logits.py has it: each token's logits are those of the one before it.
     end = wanted.seq_len - 1

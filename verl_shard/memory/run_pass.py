@@ -15,7 +15,7 @@ from verl_shard.common.errors import ConfigError, config_error
 from verl_shard.memory.fake_model import fill_with_fakes, set_attention, set_checkpointing, without_memory
 from verl_shard.memory.fold import record_short
 from verl_shard.memory.passes import PassSpec
-from verl_shard.memory.phases import Running, generate, parameters_of, score, train
+from verl_shard.memory.phases import Running, generate, score, train
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.recording import (
     GRADIENTS,
@@ -26,7 +26,7 @@ from verl_shard.memory.recording import (
     Pieces,
     Recording,
 )
-from verl_shard.models.meta import positions_of
+from verl_shard.models.meta import makes_logits_to_keep, positions_of
 from verl_shard.models.read import kept_in_fp32
 from verl_shard.models.spec import ModelSpec
 
@@ -125,7 +125,7 @@ def _inputs(wanted: PassSpec, module: nn.Module) -> dict[str, torch.Tensor]:
     given = {"input_ids": torch.zeros(shape, dtype=torch.long)}
     if wanted.packed:
         given["position_ids"] = torch.zeros(shape, dtype=torch.long)
-    if wanted.logits_to_keep is not None and wanted.packed and "logits_to_keep" in parameters_of(module):
+    if wanted.logits_to_keep is not None and wanted.packed and makes_logits_to_keep(module):
         # Their places, as our engine says them (verl_plugin/engine_logits.py).
         given["logits_to_keep"] = torch.arange(min(wanted.logits_to_keep, wanted.seq_len) * wanted.batch_size)
     return given | ({"attention_mask": torch.ones_like(given["input_ids"])} if wanted.padded else {})

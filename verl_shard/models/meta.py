@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any, Literal, get_args
 
 import torch
@@ -113,3 +114,11 @@ def build_on_meta(
         raise config_error("no-model-for-task", "task", task, why, "Use another task, or another model") from error
     assert isinstance(model, nn.Module)
     return model
+
+
+def makes_logits_to_keep(module: nn.Module) -> bool:
+    """Whether a model makes the logits at the positions that it is asked for, and no others: those of transformers that take
+    logits_to_keep. Code of others may mean something else by it."""
+    plain: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+    known = type(plain).__module__.startswith("transformers.")
+    return known and "logits_to_keep" in inspect.signature(plain.forward).parameters

@@ -231,7 +231,7 @@ class Layouts:
         others = sum(other.resident.get(gpu, 0) for name, other in placed.items() if name != holder)
         if gpu not in held.runs:
             return others
-        key = (phase, _choices(own), held.runs[gpu])
+        key = (phase, _choices(own), gpu, tuple(held.runs.items()))
         if key not in self._reserved:
             wanted = pass_of(phase, own, self.workload)
             traced = self.models.trace(own, wanted)

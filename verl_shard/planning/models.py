@@ -57,7 +57,8 @@ def pass_of(phase: str, own: RoleConfig, workload: Workload) -> PassSpec:
         "update_critic": "value",
     }.get(phase)
     if loss == "verl-ppo" and own.logits == "responses":
-        common["logits_to_keep"] = workload.response_length
+        # Of padded rows there are those behind the shortest prompt, which may be one token.
+        common["logits_to_keep"] = workload.response_length if packed else workload.sequence_length - 1
     if phase.startswith("update"):
         return PassSpec(
             phase="train",

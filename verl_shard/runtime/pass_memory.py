@@ -14,7 +14,7 @@ from verl_shard.common.errors import ShardError
 from verl_shard.memory.cached import cached_lora, cached_trace, description_of
 from verl_shard.memory.in_flight import Stage
 from verl_shard.memory.passes import PassSpec
-from verl_shard.memory.recording import KV_CACHE
+from verl_shard.memory.recording import KV_CACHE, LOGITS
 from verl_shard.memory.trace import Trace
 from verl_shard.models.devices import parse_device
 from verl_shard.models.meta import positions_of
@@ -128,7 +128,7 @@ class PassMemory:
             if trained:  # of what waits; weights that are cast are there once, however many wait
                 kept = (more.kept(blocks) - one.kept(blocks)) / ((rows - 1) * length)
             else:
-                kept = int(one.recording.kept[blocks].sum()) / length
+                kept = int(one.kinds[:, blocks, LOGITS].sum(axis=1).max()) / length
             cached = float(one.kinds[:, blocks, KV_CACHE].max(axis=0).sum()) / length
             found[device] = _Line(
                 first - slope * length, slope, kept, cached, Stage(number, len(order)) if trained else None

@@ -313,9 +313,11 @@ def made_map(role: str, places: Places, models: Mapping[str, str], **pass_fields
         fields = {"dtype": "float32"}
     elif role in TRAINED:
         fields = {
-            "purpose": "training", "loss": "value" if role == "critic" else "ppo", **pass_fields,
+            "purpose": "training", "loss": "value" if role == "critic" else "verl-ppo", **pass_fields,
             "precision": place.precision, "attn_implementation": place.attn_implementation,
         }  # fmt: skip
+        if (n := len(place.devices)) > 1:  # so many keep all of them at work
+            fields |= {"in_flight": n, "accumulating": True}
     return build_device_map(models[role], devices=place.devices, task=_task(role), **fields)
 
 

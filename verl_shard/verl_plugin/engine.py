@@ -125,6 +125,7 @@ class DeviceMapEngine(FSDPEngine):
         """Lays the model over the devices of another map between two steps, its optimizer's states with it, as if it had
         been there from the start. where: the map; or, of a reference, the devices that are to have a whole copy each.
         links: for tests. Raises as move_model, before anything moves."""
+        self._made_batches = None  # they hold on to the module, which may go
         if not isinstance(where, Mapping):
             copies = lay_out_copies(self, self._load, where, links)
             take_copies(self, copies, copies.each[0].module)
@@ -140,7 +141,7 @@ class DeviceMapEngine(FSDPEngine):
         if self.averager is not None:
             self.averager = GradientAverager(self.module, self.get_data_parallel_group())
         self._planned = {**self._planned, "device_map": dict(where), "copies_on": None, "free": None}
-        self._made_batches, self.pieces = None, self._in_pieces()
+        self.pieces = self._in_pieces()
 
     def _build_module(self) -> torch.nn.Module:
         engine, model = self.engine_config, self.model_config

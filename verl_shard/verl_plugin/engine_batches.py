@@ -217,7 +217,12 @@ class MicroBatches:
         rows, longest = max(shapes, key=lambda shape: shape[0] * shape[1])
         if rows * longest <= self._traced[0] and logits <= self._traced[1]:
             return self._traced[2]
-        longest = min(-(-longest // _STEP) * _STEP, positions_of(module) or longest + _STEP)
+        logits = max(logits, self._traced[1])
+        positions = positions_of(module)
+        if packed and positions and longest > positions:  # of all sequences of a row, each of which has them anew
+            rows, longest = -(-longest // positions), positions
+        tokens = rows * longest
+        longest = min(-(-longest // _STEP) * _STEP, positions or longest + _STEP)
         made = None
         if not hasattr(module, "get_base_model"):  # adapters are not in what is traced
             model = self._engine.model_config
@@ -233,7 +238,7 @@ class MicroBatches:
                 made = cached_trace(*read_model(module.config, task=task, dtype=wanted.weight_dtype), wanted)
             except ConfigError as error:
                 _log.info("%s is not traced, so that what its micro-batches keep is counted: %s", module, error)
-        self._traced = (rows * longest, logits, made)
+        self._traced = (tokens, logits, made)
         return made
 
 

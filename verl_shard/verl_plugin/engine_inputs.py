@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import nn
 from verl.utils import tensordict_utils as tu
 
+from verl_shard.models.meta import makes_logits_to_keep
 from verl_shard.models.packed import why_not_packed
 from verl_shard.runtime.packed import packed_inputs
 from verl_shard.verl_plugin import engine_logits
@@ -62,7 +63,7 @@ class Reading:
         causal = bool(looks) and all(looks) and getattr(config, "is_causal", True) and not config.is_encoder_decoder
         routed = getattr(config.get_text_config(), "output_router_logits", False)  # a loss that reads the mask
         told = None if why_not_packed(plain) else config._attn_implementation
-        return cls(causal and not routed, told, engine_logits.can_keep(module))
+        return cls(causal and not routed, told, makes_logits_to_keep(module))
 
 
 def prepare(

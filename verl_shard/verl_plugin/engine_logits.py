@@ -6,7 +6,6 @@ responses out of them afterwards: a prompt costs a head's product and memory, an
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
@@ -47,12 +45,6 @@ class Kept:
         rows = None if self.rows is None else move(self.rows)
         columns = move(self.columns) if isinstance(self.columns, torch.Tensor) else self.columns
         return replace(self, columns=columns, rows=rows, places=move(self.places), ends=move(self.ends))
-
-
-def can_keep(module: nn.Module) -> bool:
-    """Whether a model makes the logits that it is asked for, and no others."""
-    plain: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
-    return "logits_to_keep" in inspect.signature(plain.forward).parameters
 
 
 def only_responses(data: TensorDict, loss_function: Any) -> bool:

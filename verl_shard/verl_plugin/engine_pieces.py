@@ -21,6 +21,7 @@ from verl_shard.runtime.ladder import Ladder, Pieces, is_out_of_memory
 from verl_shard.runtime.oom_report import estimated, on_gpus, report_out_of_memory
 from verl_shard.runtime.pass_memory import PassMemory
 from verl_shard.verl_plugin.engine_batches import IN_FLIGHT
+from verl_shard.verl_plugin.engine_inputs import Reading
 
 
 class InPieces:
@@ -175,7 +176,8 @@ def _memory_of(
 ) -> PassMemory:
     """The passes of an engine's phase, as verl_shard plan has them (planning/models.py)."""
     model, task = engine.model_config, _task(engine)
-    fields: dict[str, Any] = {"precision": engine.precision, "lora_rank": model.lora_rank or 0, "padded": padded}
+    masked = padded and not Reading.of(engine.module).causal
+    fields: dict[str, Any] = {"precision": engine.precision, "lora_rank": model.lora_rank or 0, "padded": masked}
     used = getattr(engine.module.config, "_attn_implementation", None)
     fields["attn_implementation"] = used if used in ("eager", "flash_attention_2") else "sdpa"
     if task == "causal-lm":
