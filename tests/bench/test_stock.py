@@ -44,7 +44,6 @@ def _logsumexp(logits: torch.Tensor, dim: int) -> torch.Tensor:
         Cell(
             model="", strategy="fsdp", model_dtype="bf16", packed=True, gradient_checkpointing=False, roles=("actor",)
         ),
-        Cell(model="", strategy="device_map", packed=True),
         Cell(model="", strategy="device_map"),
         Cell(model="", strategy="device_map", packed=True, logits="responses"),
     ],
