@@ -38,7 +38,8 @@ def model(tmp_path: Path, small_config: Any) -> Path:
 def test_on_gpus_roles_that_train_are_even_in_their_peak(model: Path, tmp_path: Path) -> None:
     run: Any = SimpleNamespace(path=tmp_path)
     actors = lay_out(run, _settings(model), Device((0, 1)))
-    assert actors.counts == "peak of training (4 x 24 tokens, bf16-mixed, adamw)"
+    several = "several micro-batches a step, 2 micro-batches in flight"
+    assert actors.counts == f"peak of training (4 x 24 tokens, bf16-mixed, adamw, {several})"
     plan = {role: read_role(tmp_path / "plan.yaml", role) for role in ("actor", "critic", "ref")}
     assert {role: entry["precision"] for role, entry in plan.items()} == {
         "actor": "bf16-mixed", "critic": "bf16-mixed", "ref": "bf16",
