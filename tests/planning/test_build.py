@@ -21,8 +21,9 @@ from verl_shard.planning.plan import Plan
 from verl_shard.planning.plan_file import read_role
 
 WORK: dict[str, Any] = {"train_batch_size": 4, "prompt_length": 48, "response_length": 464}
-KEPT = WORK["prompt_length"] + WORK["response_length"] - 1
-"""Logits of a padded row: prompts may be as short as a token."""
+LENGTH = WORK["prompt_length"] + WORK["response_length"]
+PASS: dict[str, Any] = {"seq_len": LENGTH, "loss": "verl-ppo", "task": "causal-lm", "logits_to_keep": LENGTH - 1}
+"""Of an actor in estimate_memory's words. Of a padded row all logits but one: prompts may be as short as a token."""
 MIB = 2**20
 
 
@@ -74,13 +75,7 @@ def test_micro_batches_in_flight_are_counted_by_gpu() -> None:
     actor = {"model": small_qwen2(), "in_flight": 2, "micro_batch_size": 1}
     made = plan(n=2, workload={"algorithm": "grpo", "kl": "none"}, actor=actor)
     (row,) = [row for row in made.phases if row.phase == "update_actor"]
-    given = {
-        "batch_size": 1,
-        "seq_len": 512,
-        "loss": "verl-ppo",
-        "task": "causal-lm",
-        "logits_to_keep": KEPT,
-    }
+    given = {"batch_size": 1, **PASS}
     device_map = made.roles["actor"].device_map
     both, one = (
         estimate_memory(small_qwen2(), accumulating=True, in_flight=n, device_map=device_map, **given).gpus  # type: ignore[arg-type]
@@ -97,15 +92,7 @@ def test_a_phase_on_one_gpu_is_the_estimate_beside_what_other_roles_keep() -> No
     """One role alone: the plan's phase is estimate_memory's figure; with a reference its weights come on top."""
     alone = plan(workload={"algorithm": "grpo", "kl": "none"})
     (row,) = [row for row in alone.phases if row.phase == "update_actor"]
-    estimate = estimate_memory(
-        small_qwen2(),
-        phase="train",
-        batch_size=4,
-        seq_len=512,
-        loss="verl-ppo",
-        task="causal-lm",
-        logits_to_keep=KEPT,
-    )
+    estimate = estimate_memory(small_qwen2(), phase="train", batch_size=4, **PASS)
     # cuBLASLt's workspace is counted from the start: it came with the first step.
     assert row.peaks[0] == pytest.approx(estimate.peak, abs=CUBLAS_LT.n_bytes)
     with_ref = plan(workload={"algorithm": "grpo"})
@@ -125,13 +112,7 @@ def test_the_parts_of_a_phase_are_its_peak(roomy: Plan) -> None:
 def test_states_stay_while_an_actor_scores() -> None:
     alone = plan(workload={"algorithm": "grpo", "kl": "none"})
     (row,) = [row for row in alone.phases if row.phase == "old_log_prob"]
-    given = {
-        "batch_size": 4,
-        "seq_len": 512,
-        "loss": "verl-ppo",
-        "task": "causal-lm",
-        "logits_to_keep": KEPT,
-    }
+    given = {"batch_size": 4, **PASS}
     forward = estimate_memory(small_qwen2(), phase="forward", precision="bf16-mixed", trainable=True, **given)
     states = estimate_memory(small_qwen2(), phase="train", **given).optimizer
     # Autograd's thread has kept its workspace since the first update.

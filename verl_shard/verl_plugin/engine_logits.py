@@ -56,7 +56,7 @@ def only_responses(data: TensorDict, loss_function: Any) -> bool:
 def kept(pairs: Sequence[tuple[int, int]], *, packed: bool) -> Kept | None:
     """What is read of sequences of so many tokens of prompt and response. packed: all of them are one row; else each has one,
     filled up on the right. None where a response has no token before it, or no logits are read at all."""
-    if any(prompt < 1 for prompt, _ in pairs) or not any(response for _, response in pairs):
+    if not _can_leave_out(pairs):
         return None
     begins, n_tokens = [], 0
     for prompt, response in pairs:
@@ -75,12 +75,16 @@ def kept(pairs: Sequence[tuple[int, int]], *, packed: bool) -> Kept | None:
 
 def largest_share(pairs: Sequence[tuple[int, int]], *, packed: bool) -> float:
     """Of the tokens of a micro-batch of any of these sequences, the share whose logits are made at most; 1 for all."""
-    if kept(pairs, packed=packed) is None:
+    if not _can_leave_out(pairs):
         return 1.0
     if packed:
         return max(response / (prompt + response) for prompt, response in pairs)
     longest = max(map(sum, pairs))
     return (longest - min(prompt for prompt, _ in pairs)) / longest
+
+
+def _can_leave_out(pairs: Sequence[tuple[int, int]]) -> bool:
+    return all(prompt > 0 for prompt, _ in pairs) and any(response for _, response in pairs)
 
 
 def _ranges(parts: Any) -> torch.Tensor:
