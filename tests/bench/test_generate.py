@@ -101,7 +101,7 @@ def test_the_command_on_a_small_model(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(module.SHAPES, "small", {"model_type": "qwen2", **_fields()})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     whole = ways(16)
-    assert list(ways(16, cuda=True)) == [*list(whole)[:3], "ours, with CUDA graphs", list(whole)[3]]
+    assert list(ways(16, cuda=True)) == [*list(whole)[:3], "ours, enforce_eager", list(whole)[3]]
     assert list(whole)[1] == "ours"
     monkeypatch.setattr(
         module, "ways", lambda n, cuda: {name: way for name, way in whole.items() if "continuous" not in name}

@@ -174,6 +174,25 @@ def test_a_token_by_memory_bandwidth(batch: int, prompt: int) -> None:
     assert whole.seconds > 129 * 0.5
 
 
+def test_a_token_of_a_graph_is_launched_at_once_and_copies_no_cache() -> None:
+    """Weights and a full cache over the bandwidth; two launches of a token for each graph, of which 1,024 tokens need 16."""
+    free = replace(_H200, decode_s=0.0, forward_s=0.0, token_s=0.0, kernel_s=0.0)
+    wanted = PassSpec(phase="generate", batch_size=16, seq_len=512, new_tokens=1025)
+    traced = _traced("qwen2-7b", wanted)
+
+    def decoding(rates: Rates, graph_steps: int = 64) -> float:
+        made = [generate_seconds(traced, wanted, rates, new_tokens=n, graph_steps=graph_steps) for n in (1, 1025)]
+        return made[1].seconds - made[0].seconds
+
+    weights = 2 * (7_615_616_512 - 152_064 * 3584)
+    cache = 28 * 2 * 4 * 128 * 2 * 16 * (512 + 1024)
+    least = (weights + cache) / free.memory_bandwidth
+    assert least < decoding(free) / 1024 < 1.15 * least
+    hosted = replace(free, decode_s=1e-3)
+    step_s = decoding(hosted, 0) / 1024  # launches longer than the GPU's work
+    assert decoding(hosted) == pytest.approx(16 * 2 * step_s + (1024 - 16) / 1024 * decoding(free), rel=1e-6)
+
+
 def test_gradients_are_added_up() -> None:
     """From the second micro-batch on: two reads and a write of the gradients."""
     free = replace(_H200, forward_s=0.0, backward_s=0.0)

@@ -15,14 +15,17 @@ from shapes import small_qwen2
 from transformers.cache_utils import DynamicCache
 
 from verl_shard.common.notices import ShardNotice
+from verl_shard.models.packed import PACKED
 from verl_shard.runtime import generation, generation_rows
 from verl_shard.runtime.dispatch import input_device
 from verl_shard.runtime.generation import generate
 from verl_shard.runtime.generation_attention import NAME, grouped_decoding, one_token_attention
 from verl_shard.runtime.generation_cache import RowsCache, RowsLayer
+from verl_shard.runtime.generation_graph import capture_on, capture_on_gpu
 from verl_shard.runtime.generation_prefill import divided, prefill_groups
 from verl_shard.runtime.generation_rows import RowDecoder, why_not_rows
 from verl_shard.runtime.generation_sampling import Response, Sampling
+from verl_shard.runtime.packed import use_packed_sdpa
 from verl_shard.runtime.pipeline import dispatch_model
 
 CPU = torch.device("cpu")
@@ -31,6 +34,12 @@ _drawn = random.Random(1)
 PROMPTS = [[_drawn.randrange(3, 100) for _ in range(n)] for n in (1, 5, 9, 20, 3, 3, 12, 30, 7)]
 PROMPTS[5] = PROMPTS[4]
 MOST = [25, 3, 9, 14, 25, 1, 7, 20, 11]
+
+
+def _captured(step: Any) -> Any:
+    """As on a GPU: the first run leaves its writes, and each other is of the same tensors."""
+    result = step()
+    return lambda: result.copy_(step()), result
 
 
 def causal(config: Any) -> Any:
@@ -179,13 +188,13 @@ def test_an_offloaded_model_reads_its_weights_once_for_all_prompts(monkeypatch: 
 def test_steps_of_a_fixed_shape_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = causal(small_qwen2())
     monkeypatch.setattr(generation_rows, "SPARE_COLUMNS", 6)
+    monkeypatch.setattr(generation_rows, "FEWEST_STEPS", 4)
     made: list[torch.Tensor] = []
 
     def capture(step: Any) -> Any:
-        """As on a GPU: the first run leaves its writes, and each other is of the same tensors."""
-        result = step()
+        again, result = _captured(step)
         made.append(result)
-        return lambda: result.copy_(step()), result
+        return again, result
 
     def run(**given: Any) -> tuple[list[Response], int]:
         decoder = RowDecoder(model, PROMPTS, range(len(PROMPTS)), Sampling(25), MOST, STOPS, CPU, 4, **given)
@@ -198,6 +207,84 @@ def test_steps_of_a_fixed_shape_choose_the_same(monkeypatch: pytest.MonkeyPatch)
     assert len(made) < steps
     # Rows are laid out for four at most; those that ended are computed with.
     assert max(len(logits) for logits in made) == 4
+    n_made = len(made)
+    monkeypatch.setattr(generation_rows, "FEWEST_STEPS", 7)  # more than a cache has room for
+    same(run(capture=capture)[0], free)
+    assert len(made) == n_made
+
+
+@pytest.mark.parametrize("attention", ["sdpa", PACKED, "flash_attention_2"])
+def test_steps_are_sdpas_where_the_model_has_packed_rows_or_flash_attention(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash attention has no masks over a cache of fixed length; free steps under it stay its own."""
+    model, given = causal(small_qwen2()), (PROMPTS, range(len(PROMPTS)), Sampling(25), MOST, STOPS, CPU, 4)
+    with torch.no_grad():
+        expected = RowDecoder(model, *given).run()
+    seen: list[str] = []
+
+    def as_sdpa(module: Any, *tensors: Any, **kwargs: Any) -> Any:
+        seen.append(attention)
+        return transformers.integrations.sdpa_attention.sdpa_attention_forward(module, *tensors, **kwargs)
+
+    def decoding(*tensors: Any, **kwargs: Any) -> Any:
+        seen.append(NAME)
+        return one_token_attention(*tensors, **kwargs)
+
+    monkeypatch.setattr("verl_shard.runtime.generation_attention.one_token_attention", decoding)
+    if attention == PACKED:
+        assert use_packed_sdpa(model)
+    elif attention != "sdpa":
+        model.config._attn_implementation_internal = attention
+        monkeypatch.setattr(generation_rows, "FEWEST_STEPS", 1)
+        masks = transformers.AttentionMaskInterface._global_mapping
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention, as_sdpa)
+        monkeypatch.setitem(masks, attention, masks["sdpa"])
+    with torch.no_grad():
+        found = RowDecoder(model, *given, capture=_captured).run()
+    same(found, expected)
+    assert NAME in seen
+    # Prefills come before steps, and later ones between them.
+    assert (attention in seen) == (attention == "flash_attention_2")
+    assert model.config._attn_implementation == attention
+
+
+def test_a_step_that_cannot_be_captured_is_free_from_then_on() -> None:
+    model, given = causal(small_qwen2()), (PROMPTS, range(len(PROMPTS)), Sampling(25), MOST, STOPS, CPU, 4)
+    with torch.no_grad():
+        expected = RowDecoder(model, *given).run()
+    tried: list[int] = []
+
+    def refused(step: Any) -> Any:
+        tried.append(len(step()))  # it ran once, beside the stream
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    decoder = RowDecoder(model, *given, capture=refused)
+    with torch.no_grad(), pytest.warns(ShardNotice, match=r"could not be captured .*stream is capturing"):
+        found = decoder.run()
+    same(found, expected)
+    assert tried == [4]
+
+    def full(step: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with torch.no_grad(), pytest.raises(torch.cuda.OutOfMemoryError):
+        RowDecoder(model, *given, capture=full).run()
+
+
+def test_graphs_are_for_gpus_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert capture_on(CPU) is None
+    made: Any = capture_on(torch.device("cuda", 1))
+    assert (made.func, made.keywords) == (capture_on_gpu, {"device": torch.device("cuda", 1)})
+    seen: list[Any] = []
+    monkeypatch.setattr(generation, "capture_on", lambda device: _captured)
+    monkeypatch.setattr(RowDecoder, "run", lambda self: seen.append(self.capture) or [])
+    for eager in (False, True):
+        generate(
+            causal(small_qwen2()), [[5]], [0], Sampling(9), pad_token_id=0, eos_token_ids=[2], device=CPU,
+            enforce_eager=eager,
+        )  # fmt: skip
+    assert seen == [_captured, None]
 
 
 def test_steps_that_cannot_have_a_fixed_shape_are_said(small_config: Callable[..., Any]) -> None:

@@ -45,14 +45,15 @@ def test_estimators_penalties_and_losses_are_verls() -> None:
 
 
 def test_generation_keys_are_transformers_own() -> None:
-    generation = GenerationConfig()
-    names = [key.name for key in KEYS if key.section == "generation_config" and key.name != "batch_size"]
+    generation, verls = GenerationConfig(), ("batch_size", "enforce_eager")
+    names = [key.name for key in KEYS if key.section == "generation_config" and key.name not in verls]
     names += [name for section, name in REFUSED if section == "generation_config"]
     assert [name for name in names if not hasattr(generation, name)] == []
 
 
 OTHER: dict[str, Any] = {
     "max_new_tokens": 7, "temperature": 0.5, "top_p": 0.5, "top_k": 9, "batch_size": 3, "num_return_sequences": 6,
+    "enforce_eager": True,
     "kl_coef": 0.7, "max_epochs": 3, "adv_estimator": "rloo", "kl_in": "loss", "kl_penalty": "abs", "steps": 9,
     "mini_batch_size": 2, "micro_batch_size": 2, "n": 2, "lr": 0.5, "critic_lr": 0.25, "gamma": 0.5, "lam": 0.5,
     "clip_ratio": 0.4, "entropy_coeff": 0.3, "policy_loss": "gspo", "lora_rank": 8, "test_freq": 4, "save_freq": 5, "seed": 11,
@@ -86,7 +87,10 @@ def test_every_key_changes_verls_configuration(section: str, name: str) -> None:
     changed = set(found) - set(plain)
     assert changed
     shown = {line.split("=", 1)[1] for line in changed}
-    assert str(value) in shown or name in ("kl_in", "adv_estimator")
+    assert (str(value).lower() if isinstance(value, bool) else str(value)) in shown or name in (
+        "kl_in",
+        "adv_estimator",
+    )
 
 
 def test_a_key_by_its_other_name_is_the_same_key() -> None:

@@ -160,7 +160,7 @@ def ways(requests: int, *, cuda: bool = False) -> dict[str, Way]:
         f"model.generate, one batch of {requests}": lambda *given: plain(*given, batch=requests),
         "ours": ours,
         "model.generate, batches of 8": lambda *given: plain(*given, batch=8),
-        **({"ours, with CUDA graphs": with_graphs} if cuda else {}),
+        **({"ours, enforce_eager": without_graphs} if cuda else {}),
         "transformers' continuous batching": continuous,
     }
 
@@ -202,23 +202,27 @@ def plain(model: Any, load: Load, device: Any, *, batch: int) -> Answer:
     return Answer(made, most)
 
 
-def with_graphs(model: Any, load: Load, device: Any) -> Answer:
-    """Ours with steps of a fixed shape between two relays of the cache, captured anew after each."""
-    from verl_shard.runtime.generation_graph import capture_on_gpu
-
-    return ours(model, load, device, capture=capture_on_gpu)
+def without_graphs(model: Any, load: Load, device: Any) -> Answer:
+    """Ours with a launch for each kernel of a step, as with rollout.enforce_eager."""
+    return ours(model, load, device, enforce_eager=True)
 
 
-def ours(model: Any, load: Load, device: Any, *, capture: Any = None) -> Answer:
-    """verl_shard's generation as the `hf` rollout uses it, each request with its own longest response."""
+def ours(model: Any, load: Load, device: Any, *, enforce_eager: bool = False) -> Answer:
+    """verl_shard's generation as the `hf` rollout uses it, each request with its own longest response.
+
+    On a GPU steps have a fixed shape between two relays of the cache, and a CUDA graph, captured anew after each.
+    """
     import torch
 
+    from verl_shard.runtime.generation_attention import of_any_shape
+    from verl_shard.runtime.generation_graph import capture_on
     from verl_shard.runtime.generation_rows import RowDecoder
     from verl_shard.runtime.generation_sampling import Sampling
 
     n = len(load.prompts)
     greedy = Sampling(max(load.responses), temperature=0.0)
-    with torch.no_grad():
+    capture = None if enforce_eager else capture_on(device)
+    with torch.no_grad(), of_any_shape():
         decoder = RowDecoder(model, load.prompts, range(n), greedy, load.responses, (), device, n, capture)
         responses = decoder.run()
     return Answer([response.token_ids for response in responses], decoder.stats.cache_bytes)

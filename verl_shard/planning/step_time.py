@@ -9,7 +9,9 @@ from typing import Any
 
 from verl_shard.config.roles import RoleConfig
 from verl_shard.config.workload import Workload
+from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import WEIGHTS
+from verl_shard.models.decoding import CAPTURED, GRAPH_STEPS, takes_ready_masks
 from verl_shard.planning.models import Models, pass_of
 from verl_shard.planning.rates import Rates
 from verl_shard.planning.times import PassTime, generate_seconds, host_copy_seconds, optimizer_seconds, pass_seconds
@@ -43,7 +45,10 @@ class StepTimes:
         at_once = wanted.batch_size
         if phase == "generate":
             mean = w.mean_response_length or w.response_length
-            made = generate_seconds(traced, wanted, self.rates, stages=stages, new_tokens=mean)
+            made = generate_seconds(
+                traced, wanted, self.rates, stages=stages, new_tokens=mean,
+                graph_steps=self._graph_steps(own, wanted, len(stages)),
+            )  # fmt: skip
             return made * ceil(w.sequences / at_once)
         share = w.mean_sequence_length / w.sequence_length
         n_micro = ceil(w.sequences / at_once)
@@ -57,3 +62,9 @@ class StepTimes:
             copy_s = n_micro * host_copy_seconds(copied, self.rates)
             made = replace(made, seconds=max(made.seconds, copy_s), copy_s=made.copy_s + copy_s)
         return made
+
+    def _graph_steps(self, own: RoleConfig, wanted: PassSpec, n_gpus: int) -> int:
+        """As runtime.generation_rows: CUDA graphs are of models on one GPU."""
+        if n_gpus > 1 or own.device_type == "cpu" or own.attn_implementation not in CAPTURED:
+            return 0
+        return GRAPH_STEPS if takes_ready_masks(self.models.read(own, wanted.weight_dtype)[1]) else 0

@@ -107,15 +107,23 @@ def optimizer_seconds(traced: Trace, rates: Rates, *, stages: Stages | None = No
 
 
 def generate_seconds(
-    traced: Trace, wanted: PassSpec, rates: Rates, *, stages: Stages | None = None, new_tokens: int | None = None
+    traced: Trace,
+    wanted: PassSpec,
+    rates: Rates,
+    *,
+    stages: Stages | None = None,
+    new_tokens: int | None = None,
+    graph_steps: int = 0,
 ) -> PassTime:
-    """`new_tokens` tokens for each sequence of one batch, by transformers' `generate` (the hf rollout).
+    """`new_tokens` tokens for each sequence of one batch, by transformers' `generate`, or by the hf rollout.
 
     traced: of `wanted`, phase "generate". new_tokens: no more than wanted.new_tokens, which is the default.
     The prompt is a forward. Each further token takes token_s and the longer of the host's launches x decode_s and the
     GPU's time, in which every weight is read and the cache three times moved: DynamicCache copies it to append a token
     (read, written), and attention reads it. The cache grows by a token each time; its part of the time is that at full
     length, in proportion. GPUs of a device_map work one after the other.
+    graph_steps: tokens that one CUDA graph of the hf rollout is for, 0 without. The host then launches a token at once, but
+    two when a graph is made, and nothing is copied to append a token: all columns of the cache are read once.
     """
     assert wanted.phase == "generate", "pass_seconds is for the other phases"
     used = stages or ((0, traced.n_blocks),)
@@ -141,8 +149,13 @@ def generate_seconds(
     growing = min(3 * cache_s, full)
     shares = np.arange(wanted.seq_len + 1, wanted.seq_len + n + 1) / wanted.length
     memory_s = full - growing * (1 - shares)
-    seconds = np.maximum(whole.compute_s + memory_s, whole.host_s)
-    decode = PassTime(float(seconds.sum()), n * whole.compute_s, float(memory_s.sum()), n * whole.host_s)
+    host_s = np.full(n, whole.host_s)
+    if graph_steps:
+        memory_s = np.full(n, full - growing + min(cache_s, growing))
+        host_s[:] = 0
+        host_s[::graph_steps] = 2 * whole.host_s
+    seconds = np.maximum(whole.compute_s + memory_s, host_s)
+    decode = PassTime(float(seconds.sum()), n * whole.compute_s, float(memory_s.sum()), float(host_s.sum()))
     tokens_s = made * rates.token_s
     return prompt + decode + PassTime(seconds=tokens_s, host_s=tokens_s)
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from verl_shard.common.notices import notice
+from verl_shard.runtime.generation_attention import of_any_shape
+from verl_shard.runtime.generation_graph import capture_on
 from verl_shard.runtime.generation_rows import Progress, RowDecoder, base_of, why_not_rows
 from verl_shard.runtime.generation_sampling import Response, Sampling, choose, penalize, uniforms_of, warpers
 
@@ -44,12 +46,14 @@ def generate(
     device: torch.device,
     max_new_tokens: Sequence[int] | None = None,
     max_rows: int | None = None,
+    enforce_eager: bool = False,
     progress: Progress | None = None,
 ) -> list[Response]:
     """Continues each prompt; results are in the order of the prompts.
 
     prompts: token ids, of any lengths. seeds: one for each prompt. device: where token ids go in. max_new_tokens: of each
     prompt, where they are not all the sampling's. max_rows: at most so many are computed at once, by default all.
+    enforce_eager: without CUDA graphs, which are used on a GPU where the model's steps can have a fixed shape.
     progress: told how far it is, for when it fails.
     """
     progress = progress or Progress()
@@ -58,16 +62,19 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        if (why := why_not_rows(model)) is None:
-            return RowDecoder(model, prompts, seeds, sampling, most, stops, device, rows, progress=progress).run()
-        used = "transformers' generate, in which a batch lasts until its longest response ends"
-        notice("plain-generate", "rollout", type(base_of(model)).__name__, why, used)
-        for at in range(0, len(prompts), rows):
-            part = slice(at, at + rows)
-            progress.at = list(range(len(prompts))[part])
-            found = _plainly(model, prompts[part], seeds[part], sampling, most[part], stops, pad_token_id, device)
-            progress.done.update(zip(progress.at, found, strict=True))
-        return [progress.done[i] for i in range(len(prompts))]
+        with of_any_shape():
+            if (why := why_not_rows(model)) is None:
+                capture = None if enforce_eager else capture_on(device)
+                given = (model, prompts, seeds, sampling, most, stops, device, rows, capture)
+                return RowDecoder(*given, progress=progress).run()
+            used = "transformers' generate, in which a batch lasts until its longest response ends"
+            notice("plain-generate", "rollout", type(base_of(model)).__name__, why, used)
+            for at in range(0, len(prompts), rows):
+                part = slice(at, at + rows)
+                progress.at = list(range(len(prompts))[part])
+                found = _plainly(model, prompts[part], seeds[part], sampling, most[part], stops, pad_token_id, device)
+                progress.done.update(zip(progress.at, found, strict=True))
+            return [progress.done[i] for i in range(len(prompts))]
     finally:
         model.train(was_training)
 

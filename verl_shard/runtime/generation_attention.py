@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from verl_shard.models.decoding import SDPA
 
 NAME = "verl_shard_one_token"
 
@@ -43,10 +45,11 @@ def one_token_attention(
 
 
 @contextmanager
-def grouped_decoding(model: Any) -> Iterator[None]:
-    """While it is open, a model with transformers' sdpa attention decodes by `one_token_attention`."""
+def grouped_decoding(model: Any, among: Sequence[str] = SDPA) -> Iterator[None]:
+    """While it is open, a model whose attention is one of these decodes by `one_token_attention`."""
     config = model.config.get_text_config(decoder=True)
-    if not getattr(model, "_supports_attention_backend", False) or config._attn_implementation != "sdpa":
+    before = config._attn_implementation
+    if not getattr(model, "_supports_attention_backend", False) or before not in among:
         yield
         return
     AttentionInterface.register(NAME, one_token_attention)
@@ -56,4 +59,16 @@ def grouped_decoding(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        config._attn_implementation_internal = "sdpa"
+        config._attn_implementation_internal = before
+
+
+@contextmanager
+def of_any_shape() -> Iterator[None]:
+    """While it is open, sdpa does without cuDNN's kernel: that is planned anew for each shape, which takes the host tens of
+    milliseconds, and each token has a shape of its own."""
+    before: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from verl_shard.models.decoding import CAPTURED, attention_of_decoder, takes_ready_masks
 from verl_shard.runtime.generation_cache import RowsCache
+
+FEWEST_STEPS = 8
+"""That a graph is made for: it runs a step beside the stream and once more to record it, which takes what three do."""
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
 """Takes a step, runs it, and returns what runs it again and the tensor in which its result then is."""
 
 
-def why_not_fixed(model: Any, cache: RowsCache) -> str | None:
-    """Why the steps of a model cannot have a fixed shape and be captured, or None when they can."""
+def why_not_fixed(model: Any, cache: RowsCache, positions: bool) -> str | None:
+    """Why the steps of a model cannot have a fixed shape and be captured, or None when they can. positions: it takes them."""
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "it is on several devices"
     if any(hasattr(module, "_hf_hook") for module in model.modules()) or "_verl_shard_offload" in vars(model):
         return "its modules have hooks"
     if any(cache.is_sliding):
         return "it has layers that see a window"
-    if torch.is_autocast_enabled("cuda"):
-        return "it runs under autocast, whose casts a graph would keep"
-    return None
+    if not positions or not takes_ready_masks(model):
+        return "it makes its masks or positions itself"
+    attention = attention_of_decoder(model)
+    return None if attention in CAPTURED else f"its attention is {attention}"
 
 
-def capture_on_gpu(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+def capture_on(device: torch.device) -> Capture | None:
+    """What captures on a device; None where there are no graphs."""
+    return partial(capture_on_gpu, device=device) if device.type == "cuda" else None
+
+
+def capture_on_gpu(
+    step: Callable[[], torch.Tensor], *, device: torch.device | None = None
+) -> tuple[Callable[[], object], torch.Tensor]:
     """As torch's documentation has it: once beside the stream of the caller, so that libraries make their workspaces, and
-    once into the graph."""
-    beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        step()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
+    once into the graph.
+
+    Under autocast the prefill has cast all weights that train, and the casts are kept for as long as autocast is open: a
+    graph reads them. What it casts anew at each step, such as frozen weights in fp32, is a part of the graph.
+    """
+    with torch.cuda.device(device):
+        beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            step()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as one that pins memory, go on meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            made = step()
     return graph.replay, made
 
 

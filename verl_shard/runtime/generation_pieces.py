@@ -50,6 +50,7 @@ class Generation:
         device: torch.device,
         max_new_tokens: Sequence[int] | None = None,
         max_rows: int | None = None,
+        enforce_eager: bool = False,
     ) -> list[Response]:
         """As `generate`. After memory ran out, responses that were whole are kept and the others begun anew, fewer at once.
 
@@ -73,7 +74,8 @@ class Generation:
                     generate(
                         self.model, [prompts[i] for i in left], [seeds[i] for i in left], sampling,
                         pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, device=device,
-                        max_new_tokens=[most[i] for i in left], max_rows=pieces.size, progress=progress,
+                        max_new_tokens=[most[i] for i in left], max_rows=pieces.size, enforce_eager=enforce_eager,
+                        progress=progress,
                     )  # fmt: skip
             except Exception as error:
                 under_way[:] = [left[i] for i in progress.at]

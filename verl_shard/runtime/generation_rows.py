@@ -13,13 +13,15 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from verl_shard.common.notices import notice
+from verl_shard.models.decoding import CAPTURED, GRAPH_STEPS, SDPA, attention_of_decoder, takes_ready_masks
 from verl_shard.runtime.generation_attention import grouped_decoding
 from verl_shard.runtime.generation_cache import RowsCache, dynamic_bytes, rows_can_come_and_go
-from verl_shard.runtime.generation_graph import Capture, FixedStep, why_not_fixed
+from verl_shard.runtime.generation_graph import FEWEST_STEPS, Capture, FixedStep, why_not_fixed
 from verl_shard.runtime.generation_prefill import FORWARD_TOKENS, MOST_TOKENS, divided, prefill_groups
 from verl_shard.runtime.generation_sampling import Response, Sampling, choose, penalize, uniforms_of, warpers
+from verl_shard.runtime.ladder import is_out_of_memory, one_line
 
-SPARE_COLUMNS = 64
+SPARE_COLUMNS = GRAPH_STEPS
 """What the cache has room for beyond what it holds; when it is full it is copied."""
 REFILL_SHARE = 8
 """Waiting requests get free rows once an eighth of all rows is free: each time is one more forward."""
@@ -117,17 +119,9 @@ class RowDecoder:
         self._positions = "position_ids" in takes
         self._config, self._base = base.config, base
         self._cache = RowsCache(DynamicCache(config=base.config))
-        # transformers' generate gives such models masks that are made already when a cache is static; of windows it makes
-        # several, which are left to the model.
-        self._ready_masks = (
-            getattr(base, "_can_compile_fullgraph", False)
-            and getattr(base, "_supports_attention_backend", False)
-            and base.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
-            and not any(self._cache.is_sliding)
-        )
-        if self.capture is not None and (why := why_not_fixed(base, self._cache) or self._no_ready_masks()) is not None:
-            notice("no-cuda-graph", "generation", type(base).__name__, why, "a launch for each kernel of a step")
-            self.capture = None
+        self._ready_masks = takes_ready_masks(base) and attention_of_decoder(base) in SDPA
+        if self.capture is not None and (why := why_not_fixed(base, self._cache, self._positions)) is not None:
+            self._free_from_now_on(why)
         self._graph: FixedStep | None = None
         self._rows: list[_Row] = []
         self._columns = self._room = 0
@@ -138,8 +132,10 @@ class RowDecoder:
         self._ids: list[list[int]] = [[] for _ in self.prompts]
         self._log_probs: list[list[float]] = [[] for _ in self.prompts]
 
-    def _no_ready_masks(self) -> str | None:
-        return None if self._ready_masks and self._positions else "it makes its masks or positions itself"
+    def _free_from_now_on(self, why: str) -> None:
+        used = "a launch for each kernel of a step, several times slower"
+        notice("no-cuda-graph", "rollout.enforce_eager", "false, for " + type(self._base).__name__, why, used)
+        self.capture = None
 
     def run(self) -> list[Response]:
         """All responses, in the order of the requests."""
@@ -219,15 +215,29 @@ class RowDecoder:
         """One token more for each row."""
         if self._room == 0:
             self._relay()
-        if self.capture is None:
+        if self.capture is None or (self._graph is None and self._room < FEWEST_STEPS):
             logits = self._free_step(tokens)
         else:
-            self._graph = self._graph or FixedStep(self._forward, self._cache, self.device, self.capture)
-            logits = self._graph.run(tokens, self._start, self._columns)
+            logits = self._fixed_step(tokens)
         self._columns, self._room = self._columns + 1, self._room - 1
         self.stats.steps += 1
         self.stats.row_steps += len(self._rows)
         return self._choose(logits.float(), 0)
+
+    def _fixed_step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """By a graph, which is made where there is none. What it began is written over if it cannot be."""
+        assert self.capture is not None
+        if self._graph is not None:
+            return self._graph.run(tokens, self._start, self._columns)
+        try:
+            self._graph = FixedStep(self._forward_fixed, self._cache, self.device, self.capture)
+            return self._graph.run(tokens, self._start, self._columns)
+        except RuntimeError as error:
+            self._graph = None
+            if is_out_of_memory(error):
+                raise
+            self._free_from_now_on(f"a step of it could not be captured ({one_line(error)})")
+            return self._free_step(tokens)
 
     def _free_step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Over the rows and columns that there are."""
@@ -237,12 +247,17 @@ class RowDecoder:
             mask = mask[:, None, None] if self._ready_masks else mask.long()
         return self._forward(tokens[:, None], mask, (self._columns - self._start)[:, None])
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
-        """Logits (rows, vocabulary) of one token for each row."""
+    def _forward_fixed(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._forward(ids, mask, positions, CAPTURED)
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, among: Sequence[str] = SDPA
+    ) -> torch.Tensor:
+        """Logits (rows, vocabulary) of one token for each row. among: attention in whose place one_token_attention is."""
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
         given |= {"position_ids": positions} if self._positions else {}
         with ExitStack() as stack:
-            stack.enter_context(grouped_decoding(self._base))
+            stack.enter_context(grouped_decoding(self._base, among))
             stack.enter_context(getattr(self._base, "_optimize_model_for_decode", nullcontext)())
             logits: torch.Tensor = self.model(**given, past_key_values=self._cache, **self._fixed).logits[:, -1]
         return logits

@@ -68,6 +68,10 @@ def _number(low: float, high: float = math.inf, *, over: bool = False) -> Check:
     return check
 
 
+def _flag(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "neither True nor False"
+
+
 def _choice(*choices: Any) -> Check:
     return lambda value: None if value in choices else f"not one of {', '.join(map(str, choices))}"
 
@@ -183,6 +187,8 @@ KEYS = (
         lambda value: None if value in (0, -1) else _count(value)),
     Key("generation_config", "batch_size", "Responses that are generated at a time in a process: less memory, more time. [256]",
         _count, True),
+    Key("generation_config", "enforce_eager", "Without CUDA graphs, which generation has on one GPU: no memory for them, several "
+        "times slower. [False]", _flag),
     Key("generation_config", "num_return_sequences", "Responses to each prompt, as ppo_config's n.", _count),
     Key("ppo_config", "kl_coef", "The weight of the KL to the reference; 0 leaves the reference out. [0.05]", _number(0), True),
     Key("ppo_config", "max_epochs", "How often a step goes over its batch, for actor and critic. [1]", _count, True),

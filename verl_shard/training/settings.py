@@ -152,6 +152,8 @@ class Settings:
         }
         if "kl_penalty" in ppo:
             more["algorithm.kl_penalty" if in_reward else f"{actor}.kl_loss_type"] = ppo["kl_penalty"]
+        if "enforce_eager" in generation:
+            more[f"{rollout}.enforce_eager"] = generation["enforce_eager"]
         if "batch_size" in generation:
             more[f"{rollout}.max_num_seqs"] = generation["batch_size"]
         if ppo["lora_rank"]:

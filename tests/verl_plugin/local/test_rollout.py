@@ -17,9 +17,10 @@ from verl_shard.verl_plugin.local.rollout import Rollout
 from verl_shard.verl_plugin.rollout.generate import Response, Sampling
 from verl_shard.verl_plugin.rollout.server import HFServer
 
-Call = tuple[list[tuple[int, ...]], list[int], Sampling, int, list[int], list[int], int]
+Call = tuple[list[tuple[int, ...]], list[int], Sampling, int, list[int], list[int], int, bool]
 SETTINGS: dict[str, Any] = {
     "seed": 7, "response_length": 16, "prompt_length": 9, "max_model_len": None, "max_num_seqs": 3, "ignore_eos": False,
+    "enforce_eager": True,
     "temperature": 0.8, "top_k": -1, "top_p": 0.9, "n": 2, "calculate_log_probs": True,
     "val_kwargs": {"temperature": 0, "top_k": -1, "top_p": 1.0, "n": 1},
 }  # fmt: skip
@@ -38,9 +39,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     made: list[Call] = []
 
     def generate(
-        _: Any, prompts: Any, seeds: Any, sampling: Sampling, pad: int, eos: Any, most: Any, rows: int
+        _: Any, prompts: Any, seeds: Any, sampling: Sampling, pad: int, eos: Any, most: Any, rows: int, eager: bool
     ) -> list[Response]:
-        made.append((list(prompts), list(seeds), sampling, pad, list(eos), list(most), rows))
+        made.append((list(prompts), list(seeds), sampling, pad, list(eos), list(most), rows, eager))
         return [Response([seed], [-0.5]) for seed in seeds]
 
     monkeypatch.setattr(module, "generate_in_worker", generate)
@@ -73,9 +74,9 @@ def test_it_asks_what_the_server_asks(make: Any, calls: list[Call]) -> None:
     served: list[Call] = []
 
     async def remote(
-        _: Any, prompts: Any, seeds: Any, sampling: Sampling, pad: int, eos: Any, most: Any, rows: int
+        _: Any, prompts: Any, seeds: Any, sampling: Sampling, pad: int, eos: Any, most: Any, rows: int, eager: bool
     ) -> list[Response]:
-        served.append((list(prompts), list(seeds), sampling, pad, list(eos), list(most), rows))
+        served.append((list(prompts), list(seeds), sampling, pad, list(eos), list(most), rows, eager))
         return [Response([seed], [-0.5]) for seed in seeds]
 
     worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=remote))
@@ -98,7 +99,7 @@ def test_it_asks_what_the_server_asks(make: Any, calls: list[Call]) -> None:
         found += [list(sample.response) for sample in local.generate(rows(PROMPTS))]
     assert found == expected
     assert calls == served
-    assert [call[-1] for call in calls] == [SETTINGS["max_num_seqs"]] * 2
+    assert [call[-2:] for call in calls] == [(SETTINGS["max_num_seqs"], SETTINGS["enforce_eager"])] * 2
     # No two samples are drawn with one seed, in a step or in the next.
     assert len({seed for _, seeds, *_ in calls for seed in seeds}) == 16
 

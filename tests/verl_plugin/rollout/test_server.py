@@ -26,6 +26,7 @@ class Call:
     eos: list[int]
     most: list[int]
     max_rows: int
+    eager: bool
 
 
 @dataclass
@@ -42,10 +43,10 @@ class Worker:
 
     async def _generate(
         self, function: Any, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling, pad: int, eos: Any,
-        most: Sequence[int], max_rows: int,
+        most: Sequence[int], max_rows: int, eager: bool,
     ) -> list[Response]:  # fmt: skip
         assert function is generate_in_worker
-        self.calls.append(Call(list(prompts), list(seeds), sampling, pad, list(eos), list(most), max_rows))
+        self.calls.append(Call(list(prompts), list(seeds), sampling, pad, list(eos), list(most), max_rows, eager))
         if self.release is not None:
             await self.release.wait()
         if self.error is not None:
@@ -55,6 +56,7 @@ class Worker:
 
 def _server(worker: Worker, *, eos: Any = 2, pad: int | None = 0, positions: int = 50, **config: Any) -> HFServer:
     settings = {"seed": 7, "response_length": 16, "max_model_len": None, "max_num_seqs": 100, "ignore_eos": False}
+    settings["enforce_eager"] = False
     model = SimpleNamespace(
         tokenizer=SimpleNamespace(pad_token_id=pad, eos_token_id=9),
         generation_config=SimpleNamespace(eos_token_id=eos),
@@ -107,12 +109,12 @@ def test_a_batch_has_one_kind_of_sampling_and_the_worker_keeps_to_max_num_seqs()
     worker = Worker()
 
     async def run() -> None:
-        server = _server(worker, max_num_seqs=2)
+        server = _server(worker, max_num_seqs=2, enforce_eager=True)
         await asyncio.gather(_ask(server, [[1], [2], [3]]), _ask(server, [[4]], temperature=0.0))
 
     asyncio.run(run())
     assert sorted(map(len, (call.prompts for call in worker.calls))) == [1, 3]
-    assert [call.max_rows for call in worker.calls] == [2, 2]
+    assert [(call.max_rows, call.eager) for call in worker.calls] == [(2, True)] * 2
     assert {prompt: call.sampling.temperature for call in worker.calls for prompt in call.prompts} == {
         (1,): 1.0, (2,): 1.0, (3,): 1.0, (4,): 0.0,
     }  # fmt: skip

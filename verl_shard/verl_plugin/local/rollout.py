@@ -82,7 +82,8 @@ class Rollout:
                 return []
             prompts, seeds = [requests[i][0] for i in mine], [requests[i][1] for i in mine]
             most, rows = [sampling.max_new_tokens] * len(mine), self.config.max_num_seqs
-            return generate_in_worker(None, prompts, seeds, sampling, self.pad, self.eos, most, rows)
+            eager = bool(self.config.enforce_eager)
+            return generate_in_worker(None, prompts, seeds, sampling, self.pad, self.eos, most, rows, eager)
 
         answers = self.processes.gather(work)
         placed = dict(zip(order, answers, strict=True))

@@ -70,10 +70,12 @@ def generate_in_worker(
     eos: Sequence[int],
     max_new_tokens: Sequence[int] | None = None,
     max_rows: int | None = None,
+    enforce_eager: bool = False,
 ) -> list[Response]:
     """Generates inside the training worker. The server calls it through Ray's `__ray_call__`.
 
     max_new_tokens: of each prompt, where they are not all the sampling's. max_rows: at most so many at once.
+    enforce_eager: without CUDA graphs.
 
     Such a call runs on a small fiber stack of Ray's asynchronous actor. On CUDA `generate` overflows it, and the process
     dies later with SIGSEGV in boost::fibers: so the work is done on an ordinary thread.
@@ -96,7 +98,7 @@ def generate_in_worker(
             made = generation.run(
                 prompts, seeds, sampling,
                 pad_token_id=pad, eos_token_ids=eos, device=input_device(engine.module),
-                max_new_tokens=max_new_tokens, max_rows=max_rows,
+                max_new_tokens=max_new_tokens, max_rows=max_rows, enforce_eager=enforce_eager,
             )  # fmt: skip
             if generation.ladder.taken:
                 record["remedies"] = generation.ladder.taken

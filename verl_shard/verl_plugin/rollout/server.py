@@ -110,8 +110,9 @@ class HFServer:
         sampling = replace(batch[0].sampling, max_new_tokens=max(most))
         try:
             responses = await self.worker.__ray_call__.remote(
-                generate_in_worker, prompts, seeds, sampling, self.pad, self.eos, most, self.config.max_num_seqs
-            )
+                generate_in_worker, prompts, seeds, sampling, self.pad, self.eos, most, self.config.max_num_seqs,
+                bool(self.config.enforce_eager),
+            )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - whatever it is, each request that waits must hear of it
             for request in batch:
                 # One whose caller has given up is done already.
