@@ -18,7 +18,9 @@ from verl_shard import offload_model
 from verl_shard.common.errors import ConfigError, DoesNotFitError
 from verl_shard.common.notices import ShardNotice
 from verl_shard.runtime import offload
+from verl_shard.runtime.dispatch import input_device
 from verl_shard.runtime.offload import offload_of, undo_offload
+from verl_shard.runtime.offload_choice import Share
 from verl_shard.runtime.stream_model import shares_of, stream_model
 
 
@@ -146,6 +148,56 @@ def test_none_leaves_everything_on_its_device(model: Any) -> None:
     offload_model(model, 0, offload="none")
     assert not hasattr(model, "_hf_hook")
     assert offload_of(model).how == "none"  # type: ignore[union-attr]
+
+
+LAYERS = {"model.embed_tokens": 0, "model.layers.0": 0, "model": 1, "score": 1}
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("before", [None, {"": "cpu"}])
+@pytest.mark.parametrize(
+    ("how", "given", "placed"),
+    [
+        *[(how, "cuda:1", {"": 1}) for how in ("stream", "cpu_offload", "cpu_offload_with_hook", "none", "auto")],
+        ("stream", LAYERS, LAYERS),
+        ("stream", {"": "cuda:0"}, {"": 0}),
+    ],
+)
+def test_the_model_says_where_it_computes_and_afterwards_what_it_said_before(
+    how: str, given: Any, placed: dict[str, int], before: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if before is not None:
+        model.hf_device_map = dict(before)
+    if how == "auto":
+        monkeypatch.setattr(offload, "_shares", lambda *_: [Share("cuda:0", 10, 9, 3, 0, 1, 5)])
+    offload_model(model, given, offload=how)
+    assert model.hf_device_map == placed
+    assert input_device(model) == torch.device("cpu" if how == "none" else f"cuda:{next(iter(placed.values()))}")
+    undo_offload(model)
+    after = before if how != "none" or before is None else placed  # "none" has moved it for good
+    assert getattr(model, "hf_device_map", None) == after
+    assert input_device(model) == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_accelerate_undoes_is_no_map_of_the_next_call(model: Any) -> None:
+    offload_model(model, LAYERS)
+    remove_hook_from_module(model, recurse=True)
+    assert input_device(model) == torch.device("cpu")
+    offload_model(model, 1)  # and not "dispatched over 2 GPUs already"
+    assert model.hf_device_map == {"": 1}
+    remove_hook_from_module(model, recurse=True)
+    undo_offload(model)
+    assert not hasattr(model, "hf_device_map")
+
+
+@pytest.mark.parametrize(("map_before", "after"), [(None, {"": "cpu"}), ({"": 0}, {"": "cpu"})])
+def test_a_model_on_the_cpu_says_so(map_before: Any, after: Any, model: Any) -> None:
+    if map_before is not None:
+        model.hf_device_map = map_before
+    offload_model(model, "cpu", offload="none")
+    assert model.hf_device_map == after
+    assert input_device(model) == torch.device("cpu")
 
 
 def test_the_device_is_the_models_or_the_one_named(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from accelerate.hooks import remove_hook_from_module
 
 from verl_shard import offload_model
 from verl_shard.common.notices import ShardNotice
+from verl_shard.runtime.dispatch import input_device
 from verl_shard.runtime.offload import offload_of, undo_offload
 from verl_shard.runtime.pinned import pinned_bytes
 
@@ -62,6 +63,19 @@ def test_results_are_the_resident_models(options: dict[str, Any], kind: str, sma
     assert pinned_bytes() == start
     assert {p.device.type for p in model.parameters()} == {"cpu"} or options.get("offload") in ("auto",)
     assert torch.equal(model.cuda()(input_ids=_ids(4)).logits, expected[1])
+
+
+@pytest.mark.parametrize("how", ["stream", "cpu_offload", "cpu_offload_with_hook", "none"])
+@pytest.mark.parametrize("start", ["cpu", "cuda"])
+def test_it_says_where_it_computes_and_goes_back(how: str, start: str, small_config: Callable[..., Any]) -> None:
+    model = _model(small_config).to(start)
+    offload_model(model, 0, offload=how)
+    assert model.hf_device_map == {"": 0}
+    assert input_device(model) == torch.device("cuda", 0)
+    assert model(input_ids=_ids().to(input_device(model))).logits.device == torch.device("cuda", 0)
+    undo_offload(model)
+    assert not hasattr(model, "hf_device_map")
+    assert {tensor.device.type for tensor in model.parameters()} == {"cuda" if how == "none" else start}
 
 
 def test_buffers_are_given_back_and_a_model_goes_back_to_the_gpu(small_config: Callable[..., Any]) -> None:

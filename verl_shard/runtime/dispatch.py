@@ -12,13 +12,16 @@ from verl_shard.models.spec import device_of
 
 def input_device(model: torch.nn.Module) -> torch.device:
     """The device of the input embedding, where token ids belong; of an offloaded model, where it computes."""
+    from verl_shard.runtime.offload import offload_of
+
     find = getattr(model, "get_input_embeddings", None)
     embedding = find() if find is not None else None
-    if "_verl_shard_offload" in vars(model):  # its weights are on the host, or on meta, and visit the device
+    told = offload_of(model)
+    if told is not None and told.how != "none":  # its weights are on the host, or on meta, and visit the device
         applied: Any = model.hf_device_map
         placed = {name: torch_device(device) for name, device in applied.items()}
-        path = next((name for name, module in model.named_modules() if module is embedding), "")
-        return device_of(placed, path)
+        path = next((name for name, module in model.named_modules() if module is embedding), None)
+        return next(iter(placed.values())) if path is None else device_of(placed, f"{path}.weight")
     weight = next(embedding.parameters()) if embedding is not None else next(model.parameters())
     return weight.device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,10 @@ _FOR_ACTIVATIONS = 0.1
 
 @dataclass(frozen=True)
 class Offload:
-    """What was done with a model. Bytes; pinned and pageable are of the host."""
+    """What was done with a model. Bytes; pinned and pageable are of the host.
+
+    home: where a model that accelerate offloads was before; None: over several devices. map_before: its hf_device_map.
+    """
 
     how: str
     why: str
@@ -34,6 +37,8 @@ class Offload:
     pageable_bytes: int = 0
     streamed: Streamed | None = None
     hook: Any = None
+    home: torch.device | None = None
+    map_before: Mapping[str, Any] | None = None
 
     def prepare(self) -> None:
         """Starts copying what the next call begins with, while the host still makes its inputs. Follow it with a call, or
@@ -82,11 +87,14 @@ def offload_model(
         copied several times slower; a notice says so.
     head_room: for "auto": bytes that weights may take on each GPU; by default what is free, less a tenth of the GPU.
 
+    The model's hf_device_map says where it computes, until undo_offload(model) puts back the one that was there.
     One thread at a time scores; others wait. accelerate.hooks.remove_hook_from_module(model, recurse=True) undoes it;
     undo_offload(model) does too, and leaves the hooks of a model that was dispatched before.
     On the CPU nothing is done, which a notice says.
     Raises ConfigError for what cannot be offloaded, all faults at once; DoesNotFitError when "auto" finds no way.
     """
+    if offload_of(model) is None:
+        _forget(model)  # what accelerate has undone without us
     faults = Faults()
     with faults.gathering():
         _check_options(offload, ahead)
@@ -102,11 +110,13 @@ def offload_model(
         placed = _placement(model, execution_device)
     faults.check()
 
+    before = getattr(model, "hf_device_map", None)
     if set(placed.values()) == {"cpu"}:
         if offload != "none":
             why = "it computes on the CPU, where its weights are anyway"
             notice("offload-on-cpu", "offload", offload, why, "the model as it is")
-        return _told(model, Offload("none", "it computes on the CPU"))
+        on_cpu = all(tensor.device.type == "cpu" for tensor in model.parameters())
+        return _told(model, placed if on_cpu else before, Offload("none", "it computes on the CPU"), before)
     if absent := sorted({d for d in placed.values() if isinstance(d, int) and d >= torch.cuda.device_count()}):
         why = f"torch sees {torch.cuda.device_count()} GPUs here"
         raise config_error("device-missing", "execution_device", absent[0], why, 'Name one that is there, or "cpu"')
@@ -118,8 +128,9 @@ def offload_model(
     if choice.offload == "stream":
         devices = {name: torch_device(device) for name, device in placed.items()}
         streamed = stream_model(model, devices, ahead=ahead, prefetch=prefetch, embedding=embedding, pin_limit=limit)
-        return _told(model, Offload("stream", choice.why, streamed.pinned_bytes, streamed.pageable_bytes, streamed))
-    return _told(model, *_as_accelerate_does(model, placed, choice))
+        told = Offload("stream", choice.why, streamed.pinned_bytes, streamed.pageable_bytes, streamed)
+        return _told(model, placed, told, before)
+    return _told(model, placed, _as_accelerate_does(model, placed, choice), before)
 
 
 def offload_of(model: nn.Module) -> Offload | None:
@@ -150,9 +161,10 @@ def several_calls(*models: nn.Module, each: int | None = None) -> Iterator[None]
 
 
 def undo_offload(model: nn.Module) -> nn.Module:
-    """Puts the weights back where they were, and leaves hooks that the model had before. The model comes back.
+    """Puts the weights and the hf_device_map back to what they were, and leaves hooks that the model had before. The model
+    comes back.
 
-    Nothing is done to a model that is not offloaded. Streamed weights that were on a GPU need their room there again:
+    The weights of a model that is not offloaded stay where they are. Those that were on a GPU need their room there again:
     torch's OutOfMemoryError says where there is none.
     """
     from accelerate.hooks import remove_hook_from_module
@@ -163,13 +175,31 @@ def undo_offload(model: nn.Module) -> nn.Module:
     elif told is not None and told.how != "none":
         told.release()  # accelerate leaves the model where it is
         remove_hook_from_module(model, recurse=True)
-    model.__dict__.pop("_verl_shard_offload", None)
+        if told.home is not None:
+            model.to(told.home)
+    _forget(model)
     return model
 
 
-def _told(model: nn.Module, told: Offload) -> nn.Module:
-    model.__dict__["_verl_shard_offload"] = told
+def _told(
+    model: nn.Module, placed: Mapping[str, Any] | None, told: Offload, before: Mapping[str, Any] | None
+) -> nn.Module:
+    """The model, which says from now on what was done with it and where it computes."""
+    model.__dict__["_verl_shard_offload"] = replace(told, map_before=before)
+    if placed is not None:
+        model.__dict__["hf_device_map"] = dict(placed)
     return model
+
+
+def _forget(model: nn.Module) -> None:
+    """Leaves a model with the hf_device_map that it had before it was offloaded, or with none."""
+    told: Offload | None = model.__dict__.pop("_verl_shard_offload", None)
+    if told is None:
+        return
+    if told.map_before is None:
+        model.__dict__.pop("hf_device_map", None)
+    elif told.how != "none":  # its weights are where they were; otherwise they are where they were moved to
+        model.__dict__["hf_device_map"] = dict(told.map_before)
 
 
 def _check_options(offload: str, ahead: int) -> None:
@@ -248,7 +278,7 @@ def _placement(model: nn.Module, execution_device: Any) -> dict[str, DeviceId]:
     return {"": device}
 
 
-def _as_accelerate_does(model: nn.Module, placed: dict[str, DeviceId], choice: Choice) -> tuple[Offload]:
+def _as_accelerate_does(model: nn.Module, placed: dict[str, DeviceId], choice: Choice) -> Offload:
     """accelerate's own two ways, or all weights on their device."""
     from accelerate import cpu_offload, cpu_offload_with_hook, dispatch_model
 
@@ -258,20 +288,22 @@ def _as_accelerate_does(model: nn.Module, placed: dict[str, DeviceId], choice: C
             model.to(devices.pop())
         elif not getattr(model, "hf_device_map", None):
             dispatch_model(model, dict(placed), force_hooks=True)
-        return (Offload("none", choice.why),)
+        return Offload("none", choice.why)
     if len(devices) > 1:
         why = "accelerate's offloading computes on one device"
         raise config_error(
             "one-device", "offload", choice.offload, why, 'Use offload="stream", or one execution_device'
         )
+    homes = {tensor.device for tensor in model.parameters()}
+    home = homes.pop() if len(homes) == 1 else None
     if choice.offload == "cpu_offload":
         model.to("cpu")
         device = devices.pop()
         cpu_offload(model, device, offload_buffers=True)
         _keep_small_buffers(model, device)
-        return (Offload("cpu_offload", choice.why),)
+        return Offload("cpu_offload", choice.why, home=home)
     _, hook = cpu_offload_with_hook(model, devices.pop())
-    return (Offload("cpu_offload_with_hook", choice.why, hook=hook),)
+    return Offload("cpu_offload_with_hook", choice.why, hook=hook, home=home)
 
 
 def _keep_small_buffers(model: nn.Module, device: torch.device) -> None:

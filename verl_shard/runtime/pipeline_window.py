@@ -91,7 +91,8 @@ class Window:
                 if room is not None
             }
         if trace is not None and model is not None and not forward_only:
-            plain: Any = next(module for module in model.modules() if hasattr(module, "hf_device_map"))
+            plain: Any = next((module for module in model.modules() if hasattr(module, "hf_device_map")), None)
+            assert plain is not None, "dispatch_model, which laid it over these devices, said so in the model"
             devices = [links.device(name) for name in read_model(plain)[0].devices_of(plain.hf_device_map)]
             self.most = min(self.most, in_flight_that_fits(trace, devices, self._limits, beside_one=beside_one))
             self._limits = {}

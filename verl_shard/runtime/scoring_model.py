@@ -16,10 +16,9 @@ import torch
 
 from verl_shard.common.errors import ConfigError, RunError, config_error
 from verl_shard.common.notices import notice
-from verl_shard.mapping.devices import torch_device
 from verl_shard.models.meta import positions_of
 from verl_shard.models.source import read_config
-from verl_shard.models.spec import device_of
+from verl_shard.runtime.dispatch import input_device
 from verl_shard.runtime.load import load_sharded
 from verl_shard.runtime.offload import offload_of, several_calls
 from verl_shard.runtime.scoring_inputs import (
@@ -247,8 +246,7 @@ class ScoringModel:
             model = load_sharded(self.path, device_map, devices=devices, task=self.task, strict=True, **loading)
         except ConfigError as error:
             raise without_task_head(error, self.path) from error
-        embedding = next(name for name, part in model.named_modules() if part is model.get_input_embeddings())
-        device = torch_device(device_of(model.hf_device_map, f"{embedding}.weight"))
+        device = input_device(model)
         pieces = ScoringPieces(model, self.task, self.path, device)
         return _Copy(model, device, Parked(model), pieces)
 
