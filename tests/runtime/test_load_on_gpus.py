@@ -30,7 +30,8 @@ def test_one_gpu_by_all_its_names(device_map: Any, folder: Path) -> None:
     model = load_sharded(folder, device_map, attn_implementation="sdpa", strict=True)
     assert model.hf_device_map == {"": 0}
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cuda", 0)}
-    with pytest.raises(ConfigError, match=f"torch sees {N_GPUS} GPUs here"):
+    said = "there is 1 GPU, numbered 0" if N_GPUS == 1 else f"there are {N_GPUS} GPUs, numbered 0 to {N_GPUS - 1}"
+    with pytest.raises(ConfigError, match=said):
         load_sharded(folder, N_GPUS, attn_implementation="sdpa")
 
 
