@@ -74,8 +74,9 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the next tokens of all rows; returns what attention looks at."""
         if self.column is not None:
-            self.keys.index_copy_(2, self.column, key_states)
-            self.values.index_copy_(2, self.column, value_states)
+            # Under autocast a kernel may give other types than the prefill's; a slice that is set casts them by itself.
+            self.keys.index_copy_(2, self.column, key_states.to(self.keys.dtype))
+            self.values.index_copy_(2, self.column, value_states.to(self.values.dtype))
             return self.keys, self.values
         n = key_states.shape[2]
         here = slice(self.end, self.end + n)
