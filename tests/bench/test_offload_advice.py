@@ -34,7 +34,7 @@ from verl_shard.common.tables import as_text
 from verl_shard.config.cards import find_card
 from verl_shard.memory.stand_ins import as_on_gpu
 from verl_shard.planning.plan import Advice
-from verl_shard.verl_plugin.stock_engine import one_process
+from verl_shard.verl_plugin.stock_engine import one_process, save_model
 
 LOAD = Load(sequences=4, micro_batch=2, prompt=12, response=4)
 SHAPE = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 1024, "num_hidden_layers": 2}
@@ -189,12 +189,12 @@ def test_stock_advice_is_right_where_it_frees_what_it_says() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_verls_engine_is_measured_in_the_phases_that_are_planned() -> None:
+def test_verls_engine_is_measured_in_the_phases_that_are_planned(tmp_path: Path) -> None:
     shape = small_qwen2()
     shape.architectures = ["Qwen2ForCausalLM"]
     plan = stock_plan(shape, LOAD, find_card("h200"), {"optimizer_offload": True})
     with one_process("cpu"):
-        made = measure(shape, LOAD, {"optimizer_offload": True}, 2, Meter())
+        made = measure(save_model(shape, tmp_path), LOAD, {"optimizer_offload": True}, 2, Meter())
     assert list(made.peaks) == ["old_log_prob", "ref_log_prob", "update_actor"]
     assert (list(made.peaks.values()), made.between) == ([40, 50, 60], 70)
     row = way_row("optimizer_offload", plan, made)

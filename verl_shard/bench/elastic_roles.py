@@ -6,6 +6,7 @@ Phases have the planner's names and do what our engine does in them, such that a
 from __future__ import annotations
 
 import copy
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from verl_shard.bench.ladder_update import UnderAutocast
+from verl_shard.bench.quick_weights import quick_weights
 from verl_shard.config.roles import TRAINED
 from verl_shard.memory.losses import value_loss, verl_ppo_loss
 from verl_shard.planning.models import PHASES, PHASES_OF
@@ -234,10 +236,9 @@ def made_model(config: Any, role: str, place: Place, *, mixed: bool) -> Any:
     own = copy.deepcopy(config)
     own.pad_token_id, own.num_labels = 0, 1
     own.classifier_dropout = 0.0  # as verl sets it: a critic's values are not noisy
-    torch.manual_seed(ROLES.index(role))
     dtype = torch.bfloat16 if mixed and scores else torch.float32
     device = torch.device("cpu") if streamed or first == "cpu" else torch.device("cuda", first)
-    with device:
+    with quick_weights(ROLES.index(role)), device:
         model = getattr(transformers, _CLASSES[role]).from_config(own, dtype=dtype, **_SETTINGS)
     if scores:
         model.eval().requires_grad_(False)
@@ -250,6 +251,21 @@ def made_model(config: Any, role: str, place: Place, *, mixed: bool) -> Any:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # a tied head is made before it is tied
     return model
+
+
+def import_early(config: Any) -> None:
+    """Once, for all processes that are forked, what every one of them would take seconds to import. Starts no CUDA."""
+    import transformers
+
+    for name in (
+        "accelerate", "verl_shard.runtime.dispatch", "verl_shard.runtime.generation", "verl_shard.runtime.micro_batches",
+        "verl_shard.runtime.offload", "verl_shard.runtime.pipeline",
+    ):  # fmt: skip
+        importlib.import_module(name)
+    for name in dict.fromkeys(_CLASSES.values()):
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            auto._model_mapping[type(config)]  # imports the model's code
 
 
 def _log_probs(output: Any, ids: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from verl_shard.bench.elastic_roles import CPU_LOAD, QUICK_LOAD, ROLES, Load, Place, Roles, plan_roles
+from verl_shard.bench.elastic_roles import CPU_LOAD, QUICK_LOAD, ROLES, Load, Place, Roles, import_early, plan_roles
 from verl_shard.bench.frame import Asked, Setting, Sizes, finish, left_out_words, opened
 from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.machine import TINY, HostPeak, Machine, cap_memory, card_for, in_a_process
@@ -108,6 +108,7 @@ def bench_offload_advice(asked: Asked) -> list[WayRow]:
     setting = opened(asked, MODELS, LOADS)
     found, room, steps = setting.found, setting.room, 2 if asked.quick else STEPS
     missing = left_out(found)
+    import_early(setting.config)
     plans = plan_apart(setting) if found.gpus else None
     ways = measured_ways(setting, steps, {} if plans is None else plans.ways)
     advice: list[AdviceRow] = []
@@ -222,11 +223,17 @@ def measured_ways(setting: Setting[Load], steps: int, plans: Mapping[str, Planne
     """Every way of our engine that there is here, each in a process of its own."""
     made = []
     for way in OURS if setting.found.gpus else ["nothing offloaded"]:
+        began = time.perf_counter()
         made.append(_way(setting, steps, way, plans.get(way)))
         done = made[-1]
         peak = "" if done.peak is None else f", {format_bytes(done.peak)}"
-        err.print(f"{way}: {done.failed or f'{done.step_s:.2f} s a step{peak}'}")
+        err.print(f"{way}: {done.failed or f'{done.step_s:.2f} s a step{peak}'}{measured_in(began)}")
     return made
+
+
+def measured_in(began: float) -> str:
+    """For a line about a way: what it took to measure."""
+    return f" (measured in {time.perf_counter() - began:.0f} s)"
 
 
 def _way(setting: Setting[Load], steps: int, way: str, plan: Planned | None) -> WayRow:
@@ -300,8 +307,9 @@ def on_small(setting: Setting[Load]) -> list[WayRow]:
     """Whether the step runs with so little memory: each way that advice is about, for two steps."""
     made = []
     for way in ("nothing offloaded", "ref streamed", "reward streamed"):
+        began = time.perf_counter()
         made.append(_way(setting, 2, way, None))
-        err.print(f"{way}, {format_bytes(setting.room)}: {made[-1].failed or 'it runs'}")
+        err.print(f"{way}, {format_bytes(setting.limit or 0)}: {made[-1].failed or 'it runs'}{measured_in(began)}")
     return made
 
 

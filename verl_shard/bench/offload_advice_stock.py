@@ -16,7 +16,8 @@ from typing import Any, Literal
 from verl_shard.bench.elastic_roles import Load
 from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.machine import HostPeak, in_a_process
-from verl_shard.bench.offload_advice import AdviceRow, PhaseRow, WayRow
+from verl_shard.bench.offload_advice import AdviceRow, PhaseRow, WayRow, measured_in
+from verl_shard.common.errors import ShardError
 from verl_shard.common.tables import err
 from verl_shard.config.cards import Card
 from verl_shard.config.inventory import Inventory
@@ -53,23 +54,40 @@ def bench_stock_ways(
     measured: dict[str, StockMeasured] = {}
     failed = {"stock verl's rollout": "vLLM is not started; what the actor leaves it of the GPU is measured"}
     plan: Plan | None = None
-    for way, offload in WAYS.items():
-        planned = in_a_process(partial(stock_plan, config, load, card, offload))
-        ran = in_a_process(partial(_run, config, load, offload, steps))
-        if planned.made is None or ran.made is None:
-            failed[f"{BACKEND}, {way}"] = planned.why or ran.why
-            err.print(f"{BACKEND}, {way}: {planned.why or ran.why}", style="red")
-            continue
-        plan = planned.made if not offload else plan
-        measured[way] = ran.made
-        ways.append(way_row(way, planned.made, ran.made))
-        err.print(f"{BACKEND}, {way}: {ways[-1].step_s:.2f} s in all phases")
+    # One process for all plans: they share what is traced.
+    plans = in_a_process(partial(stock_plans, config, load, card))
+    with tempfile.TemporaryDirectory(prefix="verl_shard_offload_") as folder:
+        saved = in_a_process(partial(_save, config, Path(folder)))
+        for way, offload in WAYS.items():
+            began = time.perf_counter()
+            planned = plans.why if plans.made is None else plans.made[way]
+            why = saved.why or (planned if isinstance(planned, str) else "")
+            ran = None if why else in_a_process(partial(_run, config, load, offload, steps, Path(folder)))
+            if ran is None or ran.made is None or isinstance(planned, str):
+                failed[f"{BACKEND}, {way}"] = why if ran is None else ran.why
+                err.print(f"{BACKEND}, {way}: {failed[f'{BACKEND}, {way}']}", style="red")
+                continue
+            plan = planned if not offload else plan
+            measured[way] = ran.made
+            ways.append(way_row(way, planned, ran.made))
+            err.print(f"{BACKEND}, {way}: {ways[-1].step_s:.2f} s in all phases{measured_in(began)}")
     advice = []
     if plan is not None:
         for one in plan.advice:
             if one.role == "actor" and one.what in measured:
                 advice.append(judge_stock(one, limit_of(card), measured["no offload"], measured[one.what]))
     return ways, advice, failed
+
+
+def stock_plans(config: Any, load: Load, card: Card) -> dict[str, Plan | str]:
+    """The plan of each way, or in words why there is none: one that cannot be planned costs only itself."""
+    made: dict[str, Plan | str] = {}
+    for way, offload in WAYS.items():
+        try:
+            made[way] = stock_plan(config, load, card, offload)
+        except ShardError as error:
+            made[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return made
 
 
 def stock_plan(config: Any, load: Load, card: Card, offload: Mapping[str, Any]) -> Plan:
@@ -122,30 +140,33 @@ def judge_stock(advice: Advice, room: int, without: StockMeasured, with_it: Stoc
     )  # fmt: skip
 
 
-def _run(config: Any, load: Load, offload: Mapping[str, Any], steps: int) -> StockMeasured:
+def _save(config: Any, folder: Path) -> str:
+    from verl_shard.verl_plugin.stock_engine import save_model
+
+    return str(save_model(config, folder))
+
+
+def _run(config: Any, load: Load, offload: Mapping[str, Any], steps: int, folder: Path) -> StockMeasured:
     from verl_shard.verl_plugin.stock_engine import one_process
 
     with one_process("cuda"):
-        return measure(config, load, offload, steps, GpusMeter(1))
+        return measure(folder, load, offload, steps, GpusMeter(1))
 
 
-def measure(config: Any, load: Load, offload: Mapping[str, Any], steps: int, meter: Any) -> StockMeasured:
-    """Runs the phases of an actor and a reference; needs `one_process` around it. meter: as GpusMeter."""
+def measure(folder: Path, load: Load, offload: Mapping[str, Any], steps: int, meter: Any) -> StockMeasured:
+    """Runs the phases of an actor and a reference; needs `one_process` around it. folder: holds the model, as save_model
+    saves it. meter: as GpusMeter."""
     import psutil
 
-    from verl_shard.verl_plugin.stock_engine import Setup, StockRole, save_model
+    from verl_shard.verl_plugin.stock_engine import Setup, StockRole
 
     seconds: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="verl_shard_offload_") as folder,
-        contextlib.redirect_stdout(io.StringIO()),  # verl prints what nobody asked for
-    ):
+    with contextlib.redirect_stdout(io.StringIO()):  # verl prints what nobody asked for
         setup = Setup(
-            folder=Path(folder), strategy=BACKEND, lengths=[(load.prompt, load.response)] * load.sequences,
+            folder=folder, strategy=BACKEND, lengths=[(load.prompt, load.response)] * load.sequences,
             micro_batch_size_per_gpu=load.micro_batch, **offload,
         )  # fmt: skip
-        save_model(config, Path(folder))
         before = psutil.Process().memory_info().rss
         ref, actor = StockRole("ref", setup), StockRole("actor", setup)
         phases: list[tuple[str, Callable[[], object]]] = [
