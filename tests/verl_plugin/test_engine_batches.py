@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 import transformers
 from runtime.fake_links import FakeLinks
 from tensordict import TensorDict
+from transformers import masking_utils
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
@@ -208,6 +210,32 @@ def test_the_host_waits_for_no_device_between_forwards(
         _gradients(engine, _batch(packed=packed))
     assert seen == [0] * 4
     assert len(links.waits) == 4, "the losses, after all that was issued"
+
+
+@pytest.mark.parametrize("layers", [None, (0, 0, 1, 1)], ids=["one", "two"])
+def test_whether_rows_are_packed_is_asked_only_of_packed_ones(
+    layers: tuple[int, ...] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+    plain = masking_utils.find_packed_sequence_indices
+
+    def find(position_ids: torch.Tensor) -> Any:
+        asked.append(position_ids.flatten().tolist())
+        return plain(position_ids)
+
+    engine = _engine(folder)
+    links: Any = nullcontext() if layers is None else _laid_out(engine, layers)
+    reading = engine._batches()._reading
+    engine._batches()._reading = replace(reading, told=None)  # as of attention that finds ends by itself
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find)
+    with links:
+        padded, _ = _gradients(engine, _batch(4))
+    assert asked == []
+    with links:
+        packed, _ = _gradients(engine, _batch(4, packed=True))
+    rows = [len(row) for row in ROWS]
+    assert asked == [[i for n in part for i in range(n)] for part in (rows[:4], rows[4:])]
+    assert max((padded[name] - packed[name]).abs().max().item() for name in padded) < 1e-5
 
 
 def test_a_wait_would_be_seen(folder: Path) -> None:

@@ -18,6 +18,7 @@ from verl_shard.runtime.pipeline_hooks import RootHook
 from verl_shard.runtime.pipeline_links import carry
 from verl_shard.runtime.pipeline_order import issue, outside_autocast
 from verl_shard.runtime.pipeline_window import Window
+from verl_shard.runtime.whole_rows import whole_rows
 
 Scale = Literal["sum", "mean", "tokens"]
 
@@ -86,6 +87,10 @@ def run_micro_batches(
     total: torch.Tensor | None = None
     weights = None if forward_only else _weights(scale, batches)
 
+    def forward(number: int) -> Any:
+        with whole_rows(batches[number].get("position_ids") is None):
+            return model(**batches[number])
+
     def finish(number: int, output: Any) -> torch.Tensor | None:
         nonlocal total
         loss, result = _computed(loss_fn, output, batches[number], forward_only)
@@ -108,7 +113,7 @@ def run_micro_batches(
         most = issue(
             pipe,
             len(batches),
-            lambda number: model(**batches[number]),
+            forward,
             finish,
             window=window,
             backward=None if forward_only else backward,

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_shard.common.errors import config_error
 from verl_shard.runtime.pipeline_links import Links, Parcel, carry
+from verl_shard.runtime.whole_rows import GivesPositions, whole_rows
 
 _FOR_THE_LOSS = ("start_positions", "end_positions")
 """Beside what has "label" in its name: inputs that are compared with outputs."""
@@ -180,6 +181,7 @@ class PassHook(ModelHook):  # type: ignore[misc]
         self._hidden = device if hidden is None else hidden
         self._skip = skip
         self._forward: Callable[..., Any] | None = None
+        self._gives_positions: GivesPositions | None = None
 
     @property
     def links(self) -> Links:
@@ -188,6 +190,7 @@ class PassHook(ModelHook):  # type: ignore[misc]
     def init_hook(self, module: nn.Module) -> nn.Module:
         # accelerate calls hooks before and after a forward pass, and not when it fails; this is called around it.
         self._forward = module._old_forward  # type: ignore[assignment]
+        self._gives_positions = GivesPositions(module._old_forward)  # type: ignore[arg-type]
         module._old_forward = self._call  # type: ignore[assignment]
         return module
 
@@ -197,8 +200,9 @@ class PassHook(ModelHook):  # type: ignore[misc]
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         assert self._forward is not None, "a hook is attached before it is called"
+        assert self._gives_positions is not None, "likewise"
         move_all = self.travels.move_all
-        with self.travels.forward_pass():
+        with self.travels.forward_pass(), whole_rows(not self._gives_positions(args, kwargs)):
             given = {}
             for key, value in kwargs.items():
                 given[key] = value if key in self._skip else move_all(value, self._goes_to(key), self._skip)

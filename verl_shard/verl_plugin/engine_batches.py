@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
 from verl_shard.common.errors import ConfigError
 from verl_shard.memory.cached import cached_trace
@@ -25,6 +25,7 @@ from verl_shard.runtime.pipeline import pipeline_of
 from verl_shard.runtime.pipeline_hooks import RootHook
 from verl_shard.runtime.pipeline_order import issue, outside_autocast
 from verl_shard.runtime.pipeline_window import Window
+from verl_shard.runtime.whole_rows import whole_rows
 from verl_shard.verl_plugin import engine_logits, hooks
 from verl_shard.verl_plugin.engine_inputs import (
     Prepared,
@@ -37,6 +38,7 @@ from verl_shard.verl_plugin.engine_inputs import (
     sent_values,
     without_padding,
 )
+from verl_shard.verl_plugin.engine_split import micro_batches
 
 _log = logging.getLogger(__name__)
 
@@ -71,14 +73,11 @@ class MicroBatches:
             data, sp_size=1, dp_size=engine.get_data_parallel_size(), batch_num_tokens=self._tokens(data)
         )
         keep_output = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
-        batches, indices = prepare_micro_batches(
-            data=data, dp_group=engine.get_data_parallel_group(), same_micro_num_in_dp=True
-        )
+        batches = micro_batches(data, engine.get_data_parallel_group())
         made: list[dict[str, Any]] = []
-        rows = _rows(batches, indices)
 
         def begun(number: int) -> None:
-            self.at = {"rows": rows[number], "tokens": batches[number]["input_ids"].offsets().diff().tolist()}
+            self.at = {"rows": batches.rows[number], "tokens": batches.tokens[number]}
 
         def forward(number: int) -> tuple[Prepared, Any]:
             begun(number)
@@ -106,12 +105,12 @@ class MicroBatches:
                 len(batches),
                 forward,
                 finish,
-                window=self._window(batches, data, loss_function, forward_only=forward_only),
+                window=self._window(batches.tokens, data, loss_function, forward_only=forward_only),
                 backward=None if forward_only else backward,
             )
         for output in made:  # only now: each of these waits for a GPU
             output["loss"] = float(output["loss"])
-        return postprocess_batch_func(output_lst=made, indices=indices, data=data)
+        return postprocess_batch_func(output_lst=made, indices=batches.indices, data=data)
 
     def forward(self, micro_batch: TensorDict, loss_function: LossFunction | None) -> tuple[Prepared, Any]:
         """A micro-batch, which is on the host, and the model's output."""
@@ -119,7 +118,8 @@ class MicroBatches:
         device = input_device(engine.module) if self.pipe is None else None
         responses = self._only_responses(micro_batch, loss_function)
         prepared = prepare(engine, micro_batch, self._reading, device, responses=responses)
-        with engine.autocast():
+        whole = prepared.inputs.keys().isdisjoint(("position_ids", "attention_mask"))
+        with engine.autocast(), whole_rows(whole):
             return prepared, engine.module(**prepared.inputs, use_cache=False)
 
     def finish(
@@ -181,7 +181,7 @@ class MicroBatches:
         return Window(self.pipe, self.in_flight, forward_only=forward_only)
 
     def _window(
-        self, batches: list[TensorDict], data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool
+        self, tokens: list[list[int]], data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool
     ) -> Window:
         pipe, free = self.pipe, self._free
         fewer = tu.get_non_tensor_data(data=data, key=IN_FLIGHT, default=None)
@@ -191,7 +191,8 @@ class MicroBatches:
             return self.window_of(forward_only=forward_only)
         if free is None:
             return Window(pipe, "auto", meant_for_others=self._unmade(pipe))
-        trace = self._trace(batches, self.share_of_logits(data, loss_function))
+        packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
+        trace = self._trace(tokens, packed, self.share_of_logits(data, loss_function))
         return Window(pipe, "auto", limits=free, beside_one=True, trace=trace, model=self._engine.module)
 
     def _unmade(self, pipe: RootHook) -> dict[Any, int]:
@@ -205,15 +206,13 @@ class MicroBatches:
                 made[device] = made.get(device, 0) + missing * param.nbytes
         return made
 
-    def _trace(self, batches: list[TensorDict], logits: float) -> Trace | None:
+    def _trace(self, tokens: list[list[int]], packed: bool, logits: float) -> Trace | None:
         """Of the largest micro-batch so far; None where it is not known, and what they keep is counted as they run.
 
-        logits: see share_of_logits.
+        tokens: of each row of each micro-batch. logits: see share_of_logits.
         """
         module = self._engine.module
-        sizes = [batch["input_ids"].offsets().diff() for batch in batches]
-        packed = tu.get_non_tensor_data(data=batches[0], key="use_remove_padding", default=True)
-        shapes = [(1, int(size.sum())) if packed else (len(size), int(size.max())) for size in sizes]
+        shapes = [(1, sum(lengths)) if packed else (len(lengths), max(lengths)) for lengths in tokens]
         rows, longest = max(shapes, key=lambda shape: shape[0] * shape[1])
         if rows * longest <= self._traced[0] and logits <= self._traced[1]:
             return self._traced[2]
@@ -221,7 +220,7 @@ class MicroBatches:
         positions = positions_of(module)
         if packed and positions and longest > positions:  # of all sequences of a row, each of which has them anew
             rows, longest = -(-longest // positions), positions
-        tokens = rows * longest
+        traced = rows * longest
         longest = min(-(-longest // _STEP) * _STEP, positions or longest + _STEP)
         made = None
         if not hasattr(module, "get_base_model"):  # adapters are not in what is traced
@@ -238,16 +237,5 @@ class MicroBatches:
                 made = cached_trace(*read_model(module.config, task=task, dtype=wanted.weight_dtype), wanted)
             except ConfigError as error:
                 _log.info("%s is not traced, so that what its micro-batches keep is counted: %s", module, error)
-        self._traced = (tokens, logits, made)
+        self._traced = (traced, logits, made)
         return made
-
-
-def _rows(batches: list[TensorDict], indices: list[list[int]] | None) -> list[list[int]]:
-    """Of each micro-batch, which rows of the mini-batch it has."""
-    if indices is not None:
-        return indices
-    made, at = [], 0
-    for batch in batches:
-        made.append(list(range(at, at + len(batch))))
-        at += len(batch)
-    return made
