@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from verl.plugin.platform import set_platform
 from verl.utils.device import get_device_name
 
 from verl_shard.verl_plugin import hooks
+from verl_shard.verl_plugin.local.group import Processes, worker_environment
 
 Role = Literal["actor", "critic", "ref"]
 
@@ -68,12 +68,8 @@ def forget_engines() -> None:
 
 @contextmanager
 def one_process(device: str) -> Iterator[None]:
-    """A process group of this process alone, and verl's platform for `device` ("cuda" or "cpu")."""
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-        os.environ.setdefault(name, value)
-    # verl's worker asks Ray for an address otherwise.
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
+    """A process group of this process alone, and verl's platform for `device` ("cuda" or "cpu"). The environment is that of
+    a worker without Ray while it lasts."""
     if device == "cpu":
         from verl_shard.verl_plugin.platform_cpu import PlatformCPU
 
@@ -82,6 +78,7 @@ def one_process(device: str) -> Iterator[None]:
     logging.getLogger("verl").setLevel(logging.ERROR)
     import_early()
     with ExitStack() as stack:
+        stack.enter_context(worker_environment(Processes(0, 1, 0)))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="verl_shard_group_"))
         if device == "cpu":
             stack.enter_context(_on_cpu())
