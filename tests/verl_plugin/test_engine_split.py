@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from typing import Any
 
@@ -13,6 +15,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import prepare_micro_batches
 
 from verl_shard.common.errors import ConfigError
+from verl_shard.verl_plugin import engine_split
 from verl_shard.verl_plugin.engine_split import micro_batches, split
 
 
@@ -142,3 +145,23 @@ def test_nested_tensors_with_gaps_go_verls_way() -> None:
     first, second = split(data, 1)
     assert first["gaps"].unbind()[0].tolist() == [1, 2]
     assert second["gaps"].unbind()[0].tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_nested_tensors_are_made_as_torch_makes_them(public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_split._kind() is not None, "of this torch"
+    if public:
+        monkeypatch.setattr(engine_split, "_kind", lambda: None)
+    values, offsets = torch.randn(5, 3), torch.tensor([0, 1, 5])
+    found: Any = engine_split.jagged(values, offsets, shortest=1, longest=4)
+    expected: Any = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=1, max_seqlen=4)
+    assert torch.equal(found.to_padded_tensor(0.0), expected.to_padded_tensor(0.0))
+    assert (found._min_seqlen, found._max_seqlen, found.is_contiguous()) == (1, 4, True)
+    assert torch.equal((found * 2 + found).values(), values * 3)
+    wanted = values.clone().requires_grad_()
+    engine_split.jagged(wanted, offsets, shortest=1, longest=4).values().sum().backward()
+    assert wanted.grad is not None
+    across: Any = engine_split.jagged(values.T, offsets, shortest=1, longest=4, ragged=2)
+    assert [tuple(row.shape) for row in across.unbind()] == [(3, 1), (3, 4)]
+    copied = copy.deepcopy(pickle.loads(pickle.dumps(found)))
+    assert torch.equal(copied.values(), values)

@@ -133,12 +133,16 @@ class MicroBatches:
         engine, (prepared, output) = self._engine, passed
         where = hooks.output_device(output)
         data, output_args = sent(prepared.data, where), sent_values(prepared.output_args, where)
-        packed = tu.assign_non_tensor(data.copy(), use_remove_padding=True)
+        if loss_function is not None and (lengths := response_lengths(prepared.data)):
+            data = data.copy() if data is prepared.data else data
+            tu.assign_non_tensor(data, **{hooks.RESPONSE_LENGTHS: lengths})
+        was_packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
+        packed = data if was_packed is True else tu.assign_non_tensor(data.copy(), use_remove_padding=True)
         kept = None if prepared.kept is None else sent_kept(prepared.kept, where)
         if kept is not None:
             output = engine_logits.read(output, kept)
             output_args, packed = engine_logits.as_if_all(kept, output_args, packed)
-        elif not tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True):
+        elif not was_packed:
             rows = None if prepared.rows is None else sent_values({"rows": prepared.rows}, where)["rows"]
             output = without_padding(output, rows)
         with engine.autocast():
@@ -149,8 +153,6 @@ class MicroBatches:
                 model_output = engine_logits.spread(kept, model_output, data["input_ids"].offsets())
             loss, metrics = None, {}
             if loss_function is not None:
-                if lengths := response_lengths(prepared.data):
-                    data = tu.assign_non_tensor(data.copy(), **{hooks.RESPONSE_LENGTHS: lengths})
                 group = engine.get_data_parallel_group()
                 loss, metrics = loss_function(model_output=model_output, data=data, dp_group=group)
         value = 1.0 if loss is None else loss.detach()

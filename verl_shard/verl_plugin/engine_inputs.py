@@ -21,6 +21,7 @@ from verl_shard.models.meta import makes_logits_to_keep
 from verl_shard.models.packed import why_not_packed
 from verl_shard.runtime.packed import packed_inputs
 from verl_shard.verl_plugin import engine_logits
+from verl_shard.verl_plugin.engine_split import jagged
 from verl_shard.verl_plugin.hooks import Lengths
 
 _PLAIN = ("input_ids", "attention_mask", "position_ids")
@@ -160,10 +161,10 @@ def _sent(value: Any, device: torch.device | None) -> Any:
         return value
     if value.is_nested:
         ends: torch.Tensor = value.offsets()  # type: ignore[attr-defined]
-        lengths = ends.diff()
-        return torch.nested.nested_tensor_from_jagged(
-            _sent(value.values(), device), _sent(ends, device), jagged_dim=value._ragged_idx,  # type: ignore[attr-defined]
-            min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max()),
+        lengths: list[int] = ends.diff().tolist()
+        return jagged(
+            _sent(value.values(), device), _sent(ends, device), ragged=value._ragged_idx,  # type: ignore[attr-defined]
+            shortest=min(lengths), longest=max(lengths),
         )  # fmt: skip
     if value.device.type != "cpu":
         return value if device is None else value.to(device)

@@ -7,6 +7,7 @@ while GPUs work.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -120,4 +121,46 @@ class _Jagged:
         else:
             values = torch.cat([self._values[ends[row] : ends[row + 1]] for row in rows])
             offsets = torch.tensor([0, *lengths], dtype=self._offsets.dtype).cumsum(0)
-        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths))
+        return jagged(values, offsets, shortest=min(lengths), longest=max(lengths))
+
+
+def jagged(
+    values: torch.Tensor, offsets: torch.Tensor, *, shortest: int, longest: int, ragged: int = 1
+) -> torch.Tensor:
+    """torch.nested.nested_tensor_from_jagged of values that want no gradient, in a quarter of its time: that goes through
+    torch's dispatcher, an operator in Python, for each key of each micro-batch.
+
+    ragged: which dimension of the nested tensor is of tokens.
+    """
+    kind = _kind()
+    if kind is None or values.requires_grad:
+        return torch.nested.nested_tensor_from_jagged(
+            values, offsets, jagged_dim=ragged, min_seqlen=shortest, max_seqlen=longest
+        )
+    known = {"min_seqlen": _as_torch_keeps(shortest), "max_seqlen": _as_torch_keeps(longest)}
+    made: torch.Tensor = kind(values, offsets, _ragged_idx=ragged, _metadata_cache=known)
+    return made
+
+
+def _as_torch_keeps(number: int) -> torch.Tensor:
+    """A number as the size of an empty tensor."""
+    return torch.empty(number, 0)
+
+
+@functools.cache
+def _kind() -> Any:
+    """The class of nested tensors, where it can be called as here and means the same; else None. It is not torch's public
+    way of making one."""
+    values, offsets = torch.arange(6.0), torch.tensor([0, 2, 6])
+    public: Any = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4)
+    try:
+        known = {"min_seqlen": _as_torch_keeps(2), "max_seqlen": _as_torch_keeps(4)}
+        ours = type(public)(values, offsets, _ragged_idx=1, _metadata_cache=known)
+        same = ours.values() is not None and all(map(torch.equal, ours.unbind(), public.unbind()))
+        return type(public) if same and _says(ours) == _says(public) else None
+    except (TypeError, AttributeError, RuntimeError):
+        return None
+
+
+def _says(nested: Any) -> tuple[Any, ...]:
+    return nested._min_seqlen, nested._max_seqlen, nested._ragged_idx, nested.is_leaf, nested.dtype, nested.layout
