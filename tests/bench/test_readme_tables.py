@@ -83,6 +83,19 @@ def test_the_three_tables_of_the_benches(tmp_path: Path) -> None:
     assert lines[2] == "| plain fp32 | - | 150.00 | - | - | OOM in forward | OOM in forward |"
     assert lines[4] == "| + flash attention | 3.00 | 150.00 | 0.20 % | 12.3 | OOM in forward | OOM in forward |"
 
+    less = {**third, "outcome": "OOM in backward", "peaks": [], "sequences_per_s": None}
+    (tmp_path / "h200_ladder_80.json").write_text(json.dumps({"rows": [rung, less]}))
+    assert (
+        TABLES["ladder-80"](tmp_path)
+        .splitlines()[3]
+        .endswith("| 150.00 | 0.20 % | - | OOM in backward | OOM in forward |")
+    )
+    assert TABLES["ladder-short"](tmp_path).splitlines()[2:] == [
+        "| plain fp32 | - | 150.00 | - | OOM in forward |",
+        "| plain fp32 | - | 150.00 | - | OOM in forward |",
+        "| + flash attention | 3.00 | 150.00 | 12.3 | OOM in backward |",
+    ]
+
     phases = [
         {"phase": "generate", "seconds": 1.5, "predicted": 5 * gib},
         {"phase": "values", "seconds": 9, "predicted": None},
@@ -108,6 +121,35 @@ def test_the_three_tables_of_the_benches(tmp_path: Path) -> None:
     (tmp_path / "h200_elastic.json").write_text(json.dumps({"rows": [row]}))
     made = TABLES["elastic"](tmp_path).splitlines()[2]
     assert made == "| our placement | actor on 0 | 1234 | 2.50 | - | 1.00 | - | stable |"
+    made = TABLES["elastic-short"](tmp_path).splitlines()[2]
+    assert made == "| our placement (actor on 0) | 2.50 | - | 1.00 | - |"
+
+
+def test_generation_and_one_gpus_pipeline(tmp_path: Path) -> None:
+    gib = 2**30
+    done = {
+        "way": "ours",
+        "seconds": 2.0,
+        "tokens_per_second": 1763.6,
+        "cache_bytes": None,
+        "peak_bytes": gib,
+        "same": 0.5,
+    }
+    failed = {**dict.fromkeys(done), "way": "theirs"}
+    (tmp_path / "h200_generate.json").write_text(json.dumps({"rows": [done, failed]}))
+    assert TABLES["generate"](tmp_path).splitlines()[2:] == [
+        "| ours | 2.00 | 1764 | - | 1.00 | 50 % |", "| theirs | - | - | - | - | - |",
+    ]  # fmt: skip
+    rows = [
+        {"kind": kind, "way": way, "micro_batches": n, "seconds": 1.25, "ratio": 1.0}
+        for kind, way, n in (("forward", "plain model", 4), ("forward", "ours", 4), ("update", "by hand", 8))
+    ]
+    (tmp_path / "h200_pipeline.json").write_text(json.dumps({"rows": rows}))
+    assert TABLES["pipeline-one-gpu"](tmp_path).splitlines() == [
+        "| seconds (of the plain way's) | M = 4 | M = 8 |", "|---|---|---|",
+        "| forward, plain model | 1.250 (1.000) | - |", "| forward, ours | 1.250 (1.000) | - |",
+        "| update, by hand | - | 1.250 (1.000) |",
+    ]  # fmt: skip
 
 
 def test_maps_that_came_to_the_same_share_a_row(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def on_one(
         meter.empty()
         precision = "bf16" if device == "cuda" else "fp32"
         rows += measure_update(Path(folder), tuple(ids.shape), device, meter, runs=runs, precision=precision)
+    keep(rows)
     return rows, None
 
 

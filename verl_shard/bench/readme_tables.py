@@ -130,18 +130,69 @@ def pipeline(results: Path) -> str:
     return markdown(("seconds", *(f"M = {n}" for n in counts)), lines)
 
 
+def pipeline_one_gpu(results: Path) -> str:
+    """Seconds of a step on one GPU by number of micro-batches, and beside them what they are of the plain way's."""
+    rows = _rows(results, "h200_pipeline")
+    counts = sorted({row["micro_batches"] for row in rows})
+    by = {(row["kind"], row["way"], row["micro_batches"]): row for row in rows}
+    lines = []
+    for kind, way in dict.fromkeys((row["kind"], row["way"]) for row in rows):
+        made = [by.get((kind, way, n)) for n in counts]
+        words = ("-" if row is None else f"{row['seconds']:.3f} ({row['ratio']:.3f})" for row in made)
+        lines.append((f"{kind}, {way}", *words))
+    return markdown(("seconds (of the plain way's)", *(f"M = {n}" for n in counts)), lines)
+
+
 def ladder(results: Path) -> str:
     """The rungs of the ladder."""
+    return _ladder(results, "h200_ladder")
+
+
+def ladder_80(results: Path) -> str:
+    """The same where torch may take 80 GiB."""
+    return _ladder(results, "h200_ladder_80")
+
+
+def _ladder(results: Path, name: str) -> str:
     lines = [
         (
-            ("+ " if number > 1 else "") + row["adds"], _gib(max(row["peaks"], default=None)), _gib(row["estimate"]),
+            _rung(number, row), _gib(max(row["peaks"], default=None)), _gib(row["estimate"]),
             "-" if row["error"] is None else percent(row["error"]), _number(row["sequences_per_s"], 1), row["outcome"],
             row["expected"] or "-",
         )
-        for number, row in enumerate(_rows(results, "h200_ladder"))
+        for number, row in enumerate(_rows(results, name))
     ]  # fmt: skip
     columns = ("", "peak, GiB", "estimated", "error", "sequences/s", "outcome", "expected")
     return markdown(columns, lines)
+
+
+def ladder_short(results: Path) -> str:
+    """The rungs on the whole card, and how each ends where torch may take 80 GiB."""
+    limited = {row["adds"]: row["outcome"] for row in _rows(results, "h200_ladder_80")}
+    lines = [
+        (
+            _rung(number, row), _gib(max(row["peaks"], default=None)), _gib(row["estimate"]),
+            _number(row["sequences_per_s"], 1), limited.get(row["adds"], "-"),
+        )
+        for number, row in enumerate(_rows(results, "h200_ladder"))
+    ]  # fmt: skip
+    return markdown(("", "peak, GiB", "estimated", "sequences/s", "within 80 GiB"), lines)
+
+
+def _rung(number: int, row: Mapping[str, Any]) -> str:
+    return ("+ " if number > 1 else "") + str(row["adds"])
+
+
+def generation(results: Path) -> str:
+    """Seconds of a batch of prompts, ours and others' ways."""
+    lines = [
+        (
+            row["way"], _number(row["seconds"], 2), _number(row["tokens_per_second"], 0), _gib(row["cache_bytes"]),
+            _gib(row["peak_bytes"]), "-" if row["same"] is None else percent(row["same"]),
+        )
+        for row in _rows(results, "h200_generate")
+    ]  # fmt: skip
+    return markdown(("", "seconds", "tokens/s", "cache, GiB", "peak, GiB", "same tokens"), lines)
 
 
 def offload_ways(results: Path) -> str:
@@ -189,6 +240,18 @@ def elastic_two(results: Path) -> str:
     return _elastic(results, "h200x2_elastic")
 
 
+def elastic_short(results: Path) -> str:
+    """The same on one GPU, in fewer columns."""
+    lines = [
+        (
+            f"{row['placement']} ({row['where']})", _number(row["step_s"], 2), _number(row["predicted_step_s"], 2),
+            _gib(max(row["peaks"], default=None)), _gib(row["predicted_peak"]),
+        )
+        for row in _rows(results, "h200_elastic")
+    ]  # fmt: skip
+    return markdown(("", "s a step", "predicted", "fullest GPU, GiB", "predicted"), lines)
+
+
 def _elastic(results: Path, name: str) -> str:
     lines = [
         (
@@ -206,8 +269,10 @@ def _elastic(results: Path, name: str) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "memory": memory, "maps": maps, "training-maps": training_maps, "stock": stock,
-    "pipeline": pipeline, "ladder": ladder, "offload-ways": offload_ways,
-    "offload-advice": offload_advice, "elastic": elastic, "elastic-two-gpus": elastic_two,
+    "pipeline": pipeline, "pipeline-one-gpu": pipeline_one_gpu, "ladder": ladder, "ladder-80": ladder_80,
+    "ladder-short": ladder_short, "generate": generation, "offload-ways": offload_ways,
+    "offload-advice": offload_advice, "elastic": elastic, "elastic-short": elastic_short,
+    "elastic-two-gpus": elastic_two,
 }  # fmt: skip
 """By the name that a page gives."""
 
