@@ -241,6 +241,10 @@ def test_an_estimate_has_what_is_kept_in_flight_and_no_logits_that_were_let_go()
     assert four[1] - one[1] == pytest.approx(2 * (two[0] - one[0]) + 2 * 2 * 8 * 2700 * (2 + 4), rel=0.05)
 
 
+def test_where_all_are_in_flight_none_begins_when_there_are_gradients() -> None:
+    assert [training_pass(KINDS[1], 4, n)["accumulating"] for n in (1, 2, 3, 4)] == [True, True, True, False]
+
+
 def test_rows_are_estimated_with_their_own_map_and_shown() -> None:
     maps = {"": TWO, "equal weights": TWO, f"training, {KINDS[1]}": TWO | {"model.layers.2": 0}}
     peaks = (4 * 10**9, 5 * 10**9)
@@ -256,7 +260,7 @@ def test_rows_are_estimated_with_their_own_map_and_shown() -> None:
     config = small_qwen2(max_position_embeddings=1024)
     rows = with_estimates(config, given, maps)
     assert [bool(row.estimates) for row in rows] == [True, False, True, True, True, False, False]
-    wanted = training_pass(KINDS[1], 8)
+    wanted = training_pass(KINDS[1], 8, 4)
     assert rows[0].estimates == (*estimated_peaks(config, {"": 0}, 1, **wanted).values(), 0)
     assert rows[2].estimates == tuple(estimated_peaks(config, TWO, 4, **wanted).values())
     assert rows[3].estimates[0] > rows[4].estimates[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from runtime.fake_links import FakeLinks
 from shapes import small_qwen2
 
 from verl_shard.memory.in_flight import issued
+from verl_shard.runtime import pipeline_threads
 from verl_shard.runtime.micro_batches import run_micro_batches
 from verl_shard.runtime.pipeline import dispatch_model
 
@@ -94,7 +96,8 @@ def test_each_device_has_its_own_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "n", "in_flight"), [((0, 1, 2, 3), 5, 4), ((0, 1, 1, 2), 5, 2), ((0, 0, 1, 1), 4, 3)]
+    ("layers", "n", "in_flight"),
+    [((0, 1, 2, 3), 5, 4), ((0, 1, 1, 2), 5, 2), ((0, 0, 1, 1), 4, 3), ((0, 0, 1, 1), 2, 4)],
 )
 def test_estimates_suppose_the_order_that_is_issued(layers: Sequence[int], n: int, in_flight: int) -> None:
     supposed: Order = {gpu: [] for gpu in layers}
@@ -102,6 +105,15 @@ def test_estimates_suppose_the_order_that_is_issued(layers: Sequence[int], n: in
         for gpu in supposed if stage is None else (stage,):
             supposed[gpu].append(f"{'B' if stage is None else 'F'}{number}")
     assert order_of(layers, n, in_flight) == supposed
+
+
+def test_fewer_micro_batches_than_may_be_in_flight_are_no_more_ahead_than_if_they_were_all() -> None:
+    # The last device would hold two of them for nothing: the second has no third to wait for.
+    assert (
+        order_of((0, 0, 1, 1), 2, 4)
+        == order_of((0, 0, 1, 1), 2, 2)
+        == {0: ["F0", "F1", "B0", "B1"], 1: ["F0", "B0", "F1", "B1"]}
+    )
 
 
 def test_as_many_in_flight_as_devices_take_no_longer_than_all() -> None:
@@ -176,8 +188,50 @@ def test_threads_compute_as_their_caller_would_and_cast_weights_once() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def flying() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "verl_shard forward"]
+def flying() -> int:
+    """Threads that have a forward to do."""
+    there = [thread for thread in threading.enumerate() if thread.name == "verl_shard forward"]
+    return len(there) - len(pipeline_threads._IDLE)
+
+
+@pytest.mark.parametrize(("layers", "in_flight"), [((0, 0, 1, 1), 2), ((0, 0, 1, 1), 4), ((0, 1, 1, 2), 3)])
+def test_later_micro_batches_and_steps_have_the_same_threads(layers: tuple[int, ...], in_flight: int) -> None:
+    """What libraries keep by thread, as cuDNN its plans, would be made anew in each new one. A forward has a thread while it
+    waits between two devices: at each of them but the last one may."""
+    links, model, seen = FakeLinks(), causal(), []
+    dispatch_model(model, placed(layers), links=links)
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append(threading.get_ident()))
+    with links:
+        for _ in range(3):
+            run_micro_batches(model, batches(8), in_flight=in_flight)
+    assert len(seen) == 24
+    assert len(set(seen)) == len(set(layers)) - 1
+    assert flying() == 0
+
+
+def test_a_thread_is_left_as_it_was() -> None:
+    """Autocast, gradients and the count of open autocasts are a thread's own: nothing of a step may reach the next."""
+    links, model, states = FakeLinks(), causal(), []
+
+    def state(*_: Any) -> None:
+        nesting = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        states.append((nesting, dtype, torch.is_grad_enabled()))
+
+    dispatch_model(model, placed((0, 0, 1, 1)), links=links)
+    model.model.layers[0].register_forward_pre_hook(state)
+    plain = [{"input_ids": b["input_ids"], "use_cache": False} for b in batches(4)]
+
+    def square(output: Any, batch: Any) -> torch.Tensor:
+        return output.logits.float().square().mean()  # type: ignore[no-any-return]
+
+    with links:
+        for dtype in (torch.bfloat16, None, torch.float16):
+            with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
+                run_micro_batches(model, plain, square, in_flight=2)
+    # In the thread's own autocast, and in the one that the step is in.
+    assert states == [(2, dtype, True) for dtype in (torch.bfloat16, None, torch.float16) for _ in range(4)]
 
 
 def test_an_error_ends_all_forwards_and_is_the_callers() -> None:
@@ -193,7 +247,7 @@ def test_an_error_ends_all_forwards_and_is_the_callers() -> None:
     handle = model.model.layers[1].register_forward_hook(fails)
     with links, pytest.raises(torch.cuda.OutOfMemoryError, match="no room"):
         run_micro_batches(model, batches(5), in_flight=2)
-    assert flying() == []
+    assert flying() == 0
     handle.remove()
 
     def stops(output: Any, batch: Any) -> Any:
@@ -202,7 +256,7 @@ def test_an_error_ends_all_forwards_and_is_the_callers() -> None:
 
     with links, pytest.raises(KeyboardInterrupt):
         run_micro_batches(model, batches(5), stops, in_flight=2)
-    assert flying() == []
+    assert flying() == 0
     model.zero_grad()
     with links:
         run_micro_batches(model, batches(4), in_flight=2)

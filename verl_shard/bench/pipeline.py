@@ -166,16 +166,16 @@ def offered_maps(config: Any, n_gpus: int) -> dict[str, dict[str, int]]:
     made = {"equal weights": build_device_map(config, n_gpus, purpose="inference", task="causal-lm")}
     for kind in KINDS[1:]:
         made[f"training, {kind}"] = build_device_map(
-            config, n_gpus, purpose="training", task="causal-lm", in_flight=n_gpus, **training_pass(kind, MICRO[-1])
+            config, n_gpus, purpose="training", task="causal-lm", in_flight=n_gpus, **training_pass(kind, MICRO[-1], n_gpus)
         )
     return {name: {key: int(gpu) for key, gpu in placed.items()} for name, placed in made.items()}
 
 
-def training_pass(kind: str, micro_batches: int) -> dict[str, Any]:
-    """Of a micro-batch, in the words of estimate_memory."""
+def training_pass(kind: str, micro_batches: int, in_flight: int) -> dict[str, Any]:
+    """Of a micro-batch, in the words of estimate_memory. Where all are in flight, none begins when there are gradients."""
     return {
         "batch_size": BATCH[0] // micro_batches, "seq_len": BATCH[1], "precision": "bf16", "loss": "causal-lm",
-        "optimizer": "sgd", "accumulating": True, "gradient_checkpointing": kind == KINDS[2],
+        "optimizer": "sgd", "accumulating": micro_batches > in_flight, "gradient_checkpointing": kind == KINDS[2],
     }  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def with_estimates(
         if placed is None or row.kind == KINDS[0] or not row.peaks:
             made.append(row)
             continue
-        wanted = training_pass(row.kind, row.micro_batches)
+        wanted = training_pass(row.kind, row.micro_batches, row.in_flight)
         peaks = estimated_peaks(config, placed, row.in_flight, **wanted)
         made.append(replace(row, estimates=tuple(peaks.get(gpu, 0) for gpu in range(len(row.peaks)))))
     return made

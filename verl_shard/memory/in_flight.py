@@ -41,7 +41,7 @@ def issued(n: int, stages: int, in_flight: int) -> Iterator[tuple[int, int | Non
     been = [0] * n
     for at in range(n):
         for ahead in range(min(in_flight, n - at)):
-            number, until = at + ahead, last_stage(ahead, stages, in_flight)
+            number, until = at + ahead, last_stage(ahead, stages, min(in_flight, n))
             for stage in range(been[number], until + 1):
                 yield number, stage
             been[number] = max(been[number], until + 1)

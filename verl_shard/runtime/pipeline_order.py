@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from verl_shard.runtime.pipeline_hooks import RootHook
+from verl_shard.runtime.pipeline_threads import in_a_thread
 from verl_shard.runtime.pipeline_window import Window
 
 _TYPES = ("cuda", "cpu")
@@ -54,7 +55,7 @@ def issue(
                 if ahead == len(flights):
                     flights.append(start(functools.partial(forward, at + ahead)))
                 most = max(most, len(flights))
-                flights[ahead].advance(window.stage(ahead))
+                flights[ahead].advance(window.stage(ahead, n))
                 ahead += 1
             made = finish(at, flights.popleft().output())
             if backward is not None:
@@ -108,7 +109,7 @@ class _GivenUp(BaseException):
 
 
 class _Flight:
-    """A forward pass in a thread of its own, which stops before each further device of the pipeline."""
+    """A forward pass in a thread of its own for as long as it lasts, which stops before each further device of the pipeline."""
 
     def __init__(
         self, call: Callable[[], Any], pipe: RootHook, window: Window, around: AbstractContextManager[None]
@@ -122,9 +123,8 @@ class _Flight:
         self._output: Any = None
         self._error: BaseException | None = None
         self._done = self._given_up = False
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._main,), name="verl_shard forward", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        in_a_thread(functools.partial(contextvars.copy_context().run, self._main), self._end)
 
     def advance(self, stage: int) -> None:
         """Goes on to the end of that stage; raises what the forward raised."""
@@ -146,14 +146,14 @@ class _Flight:
 
     def output(self) -> Any:
         assert self._done, "the last stage is reached before a loss is made"
-        self._thread.join()
+        self._ended.wait()
         output, self._output = self._output, None
         return output
 
     def give_up(self) -> None:
         self._given_up = True
         self._go.release()
-        self._thread.join()
+        self._ended.wait()
         self._output = self._error = None
 
     def _main(self) -> None:
@@ -165,9 +165,11 @@ class _Flight:
                     self._output = call()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._error = error
-        finally:
-            self._done = True
-            self._stopped.release()
+
+    def _end(self) -> None:
+        self._done = True
+        self._ended.set()
+        self._stopped.release()
 
     def _stop(self, device: Any) -> None:
         stage = self._stages.get(device, self._at)
@@ -193,9 +195,15 @@ def _threads(pipe: RootHook, window: Window) -> Callable[[Callable[[], Any]], _F
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(cached)
-        # Casts of weights are kept for all threads, until a thread leaves its outermost autocast: here none does.
+        # Casts of weights are kept for all threads, until a thread leaves its outermost autocast: here none does, and what
+        # is counted down below throws nothing away.
         torch.autocast_increment_nesting()
-        with links, torch.set_grad_enabled(gradients):
-            yield
+        try:
+            with links, torch.set_grad_enabled(gradients):
+                yield
+        finally:
+            torch.autocast_decrement_nesting()
+            for kind, _, _ in autocast:
+                torch.set_autocast_enabled(kind, False)
 
     return lambda call: _Flight(call, pipe, window, entered(pipe.links.thread(pipe.devices)))

@@ -111,9 +111,9 @@ class Window:
         limits = {d: size + self._beside_one * self._kept[d] for d, size in self._limits.items()}
         return _most(self._kept, limits, self.most)
 
-    def stage(self, ahead: int) -> int:
-        """The last stage that a micro-batch runs before the backward of the one that is so many before it."""
-        return last_stage(ahead, self._stages, self.number)
+    def stage(self, ahead: int, n: int) -> int:
+        """The last stage that a micro-batch, of n, runs before the backward of the one that is so many before it."""
+        return last_stage(ahead, self._stages, min(self.number, n))
 
     @contextmanager
     def counting(self, kept: dict[Any, int] | None = None) -> Iterator[dict[Any, int]]:
