@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +272,32 @@ def test_a_step_that_cannot_be_captured_is_free_from_then_on() -> None:
 
     with torch.no_grad(), pytest.raises(torch.cuda.OutOfMemoryError):
         RowDecoder(model, *given, capture=full).run()
+
+
+def test_the_cache_is_given_back_when_the_last_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when Python's collector comes by: it is as large as a model. And cuDNN's attention is left out until then."""
+    model, made, seen = causal(small_qwen2()), [], []
+    monkeypatch.setattr(generation, "capture_on", lambda device: _captured)
+    init = RowsCache.__init__
+
+    def noted(self: RowsCache, like: Any) -> None:
+        init(self, like)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(RowsCache, "__init__", noted)
+    model.lm_head.register_forward_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        given: Any = {"pad_token_id": 0, "eos_token_ids": [2], "device": CPU}
+        assert len(generate(model, PROMPTS, range(len(PROMPTS)), Sampling(25), **given)) == len(PROMPTS)
+        assert [cache() for cache in made] == [None]
+    finally:
+        gc.enable()
+    assert set(seen) == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 def test_graphs_are_for_gpus_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

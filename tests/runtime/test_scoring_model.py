@@ -117,6 +117,16 @@ def test_copies_share_a_batch_and_keep_its_order(
     assert sum(rows for _, rows in seen) == len(CONVERSATIONS)
 
 
+def test_scoring_does_without_attention_that_is_planned_for_each_shape(make: Callable[..., Path]) -> None:
+    model, seen = scorer(make()), []
+    model._copies[0].model.register_forward_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+    )
+    model.score(CONVERSATIONS)
+    assert set(seen) == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
 def test_a_map_is_one_copy(make: Callable[..., Path]) -> None:
     folder = make()
     made = scorer(folder, device_map={"model": "cpu", "score": "cpu"})

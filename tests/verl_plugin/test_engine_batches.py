@@ -165,6 +165,20 @@ def test_gradients_and_scores_are_those_of_one_device(batch: dict[str, Any], kin
         torch.testing.assert_close(output["model_output"][name].values(), values.values(), atol=1e-5, rtol=1e-4)
 
 
+def test_passes_do_without_attention_that_is_planned_for_each_shape(folder: Path) -> None:
+    """In the forward, where a block is computed again, and where nothing is learnt; and outside it is as it was."""
+    engine = _engine(folder, model={"enable_gradient_checkpointing": True})
+    seen: list[bool] = []
+    engine.module.model.layers[0].mlp.register_forward_pre_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+    )
+    _gradients(engine, _batch(4))
+    with engine.eval_mode():
+        engine.infer_batch(_batch(4))
+    assert seen == [False] * (2 + 2 + 2)
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
 def test_checkpointing_adapters_and_mixed_precision_over_two_devices(folder: Path) -> None:
     for options in ({"model": {"enable_gradient_checkpointing": True}}, {"precision": "bf16-mixed"}):
         one, engine = _engine(folder, **options), _engine(folder, **options)  # type: ignore[arg-type]

@@ -214,7 +214,7 @@ def ours(model: Any, load: Load, device: Any, *, enforce_eager: bool = False) ->
     """
     import torch
 
-    from verl_shard.runtime.generation_attention import of_any_shape
+    from verl_shard.runtime.any_shape import of_any_shape
     from verl_shard.runtime.generation_graph import capture_on
     from verl_shard.runtime.generation_rows import RowDecoder
     from verl_shard.runtime.generation_sampling import Sampling

@@ -166,7 +166,12 @@ def offered_maps(config: Any, n_gpus: int) -> dict[str, dict[str, int]]:
     made = {"equal weights": build_device_map(config, n_gpus, purpose="inference", task="causal-lm")}
     for kind in KINDS[1:]:
         made[f"training, {kind}"] = build_device_map(
-            config, n_gpus, purpose="training", task="causal-lm", in_flight=n_gpus, **training_pass(kind, MICRO[-1], n_gpus)
+            config,
+            n_gpus,
+            purpose="training",
+            task="causal-lm",
+            in_flight=n_gpus,
+            **training_pass(kind, MICRO[-1], n_gpus),
         )
     return {name: {key: int(gpu) for key, gpu in placed.items()} for name, placed in made.items()}
 

@@ -179,16 +179,18 @@ def by_hand(engine: Any, ids: Any, n_responses: int, n: int, old: float) -> floa
     import torch
 
     from verl_shard.memory.losses import log_probs_of_labels
+    from verl_shard.runtime.any_shape import of_any_shape
 
     module, optimizer = engine.module, engine.optimizer
     optimizer.zero_grad()
-    for part in ids.chunk(n):
-        with engine.autocast():
-            logits = module(input_ids=part, use_cache=False).logits[:, -n_responses - 1 : -1]
-            ratio = (log_probs_of_labels(logits, part[:, -n_responses:]) - old).clamp(-20, 20).exp()
-            loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).sum() / (len(ids) * n_responses)
-        torch.autograd.backward(loss)
-        del logits, ratio, loss
+    with of_any_shape():  # the engine's kernels
+        for part in ids.chunk(n):
+            with engine.autocast():
+                logits = module(input_ids=part, use_cache=False).logits[:, -n_responses - 1 : -1]
+                ratio = (log_probs_of_labels(logits, part[:, -n_responses:]) - old).clamp(-20, 20).exp()
+                loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).sum() / (len(ids) * n_responses)
+            torch.autograd.backward(loss)
+            del logits, ratio, loss
     norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

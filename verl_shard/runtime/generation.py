@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from verl_shard.common.notices import notice
-from verl_shard.runtime.generation_attention import of_any_shape
+from verl_shard.runtime.any_shape import of_any_shape
 from verl_shard.runtime.generation_graph import capture_on
 from verl_shard.runtime.generation_rows import Progress, RowDecoder, base_of, why_not_rows
 from verl_shard.runtime.generation_sampling import Response, Sampling, choose, penalize, uniforms_of, warpers

@@ -60,15 +60,3 @@ def grouped_decoding(model: Any, among: Sequence[str] = SDPA) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation_internal = before
-
-
-@contextmanager
-def of_any_shape() -> Iterator[None]:
-    """While it is open, sdpa does without cuDNN's kernel: that is planned anew for each shape, which takes the host tens of
-    milliseconds, and each token has a shape of its own."""
-    before: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)

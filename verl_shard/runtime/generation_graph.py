@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def why_not_fixed(model: Any, cache: RowsCache, positions: bool) -> str | None:
 
 def capture_on(device: torch.device) -> Capture | None:
     """What captures on a device; None where there are no graphs."""
-    return partial(capture_on_gpu, device=device) if device.type == "cuda" else None
+    return functools.partial(capture_on_gpu, device=device) if device.type == "cuda" else None
 
 
 def capture_on_gpu(
@@ -47,16 +47,22 @@ def capture_on_gpu(
     graph reads them. What it casts anew at each step, such as frozen weights in fp32, is a part of the graph.
     """
     with torch.cuda.device(device):
-        beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside = _stream_beside(torch.cuda.current_device())
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             step()
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as one that pins memory, go on meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=beside, capture_error_mode="thread_local"):
             made = step()
     return graph.replay, made
+
+
+@functools.cache
+def _stream_beside(device: int) -> Any:
+    """One for all captures: cuBLAS keeps a workspace, 32 MiB on an H200, for each stream that it ever worked on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class FixedStep:
@@ -89,6 +95,10 @@ class FixedStep:
             self._again()
         self._cache.advance()
         return self._logits[:n]
+
+    def release(self) -> None:
+        """Lets go of the graph and of the rows that it is of, whoever holds this."""
+        self._again, self._logits = None, torch.empty(0)
 
     def _step(self) -> torch.Tensor:
         seen = (self._columns >= self._start[:, None]) & (self._columns <= self._column)

@@ -141,6 +141,14 @@ class RowDecoder:
         """All responses, in the order of the requests."""
         # The longest first: each later one finds columns enough to end where the others do.
         waiting = sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i]), *self.prompts[i]))
+        try:
+            self._run(waiting)
+        finally:
+            self._let_go_of_graph()  # It holds the cache, and this decoder, which holds it.
+        self.stats.cache_bytes = self._cache.peak_bytes
+        return [self.progress.done[i] for i in range(len(self.prompts))]
+
+    def _run(self, waiting: list[int]) -> None:
         tokens = torch.empty(0, dtype=torch.long, device=self.device)
         while waiting or self._rows:
             free = self.max_rows - len(self._rows)
@@ -152,8 +160,6 @@ class RowDecoder:
             else:
                 tokens = self._step(tokens)
             tokens = self._retire(tokens)
-        self.stats.cache_bytes = self._cache.peak_bytes
-        return [self.progress.done[i] for i in range(len(self.prompts))]
 
     def _admit(self, requests: list[int]) -> torch.Tensor:
         """Prefills requests into free rows; returns their first tokens."""
@@ -180,7 +186,7 @@ class RowDecoder:
         steps = [self.most[i] - 1 for i in more]
         steps += [self.most[row.request] - len(self._ids[row.request]) for row in self._rows]
         self._room = min(SPARE_COLUMNS, max(steps))
-        self._graph = None  # It holds the old rows.
+        self._let_go_of_graph()  # It holds the old rows.
         self._cache.relay(len(self._rows) + len(more), columns, self._room)
         self._columns = columns
         self._follow()
@@ -224,6 +230,11 @@ class RowDecoder:
         self.stats.row_steps += len(self._rows)
         return self._choose(logits.float(), 0)
 
+    def _let_go_of_graph(self) -> None:
+        if self._graph is not None:
+            self._graph.release()
+            self._graph = None
+
     def _fixed_step(self, tokens: torch.Tensor) -> torch.Tensor:
         """By a graph, which is made where there is none. What it began is written over if it cannot be."""
         assert self.capture is not None
@@ -233,7 +244,7 @@ class RowDecoder:
             self._graph = FixedStep(self._forward_fixed, self._cache, self.device, self.capture)
             return self._graph.run(tokens, self._start, self._columns)
         except RuntimeError as error:
-            self._graph = None
+            self._let_go_of_graph()
             if is_out_of_memory(error):
                 raise
             self._free_from_now_on(f"a step of it could not be captured ({one_line(error)})")

@@ -18,6 +18,7 @@ from verl_shard.common.errors import ConfigError, RunError, config_error
 from verl_shard.common.notices import notice
 from verl_shard.models.meta import positions_of
 from verl_shard.models.source import read_config
+from verl_shard.runtime.any_shape import of_any_shape
 from verl_shard.runtime.dispatch import input_device
 from verl_shard.runtime.load import load_sharded
 from verl_shard.runtime.offload import offload_of, several_calls
@@ -190,7 +191,7 @@ class ScoringModel:
             own = batches[number :: len(self._copies)]
             if (offloaded := offload_of(copy.model)) is not None:
                 offloaded.expect(len(own) if self._pad is not None else None)
-            with torch.no_grad(), _on(copy.device):
+            with torch.no_grad(), _on(copy.device), of_any_shape():
                 for batch in own:
                     found = copy.pieces.run(
                         lambda part, copy=copy: self._forward(copy, [encoded[row] for row in part]),  # type: ignore[misc]

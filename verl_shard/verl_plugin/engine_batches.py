@@ -20,6 +20,7 @@ from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.trace import Trace
 from verl_shard.models.meta import positions_of
 from verl_shard.models.read import read_model
+from verl_shard.runtime.any_shape import of_any_shape
 from verl_shard.runtime.dispatch import input_device
 from verl_shard.runtime.pipeline import pipeline_of
 from verl_shard.runtime.pipeline_hooks import RootHook
@@ -99,7 +100,7 @@ class MicroBatches:
 
         # Weights are cast once for all that are in flight, not once for each.
         around = nullcontext() if self.pipe is None else engine.autocast()
-        with torch.set_grad_enabled(not forward_only), around:
+        with torch.set_grad_enabled(not forward_only), around, of_any_shape():
             self.most = issue(
                 self.pipe,
                 len(batches),
