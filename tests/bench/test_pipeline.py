@@ -34,6 +34,7 @@ from verl_shard.bench.pipeline import (
 from verl_shard.bench.pipeline_checks import (
     Gradients,
     compare_gradients,
+    distances,
     estimated_peaks,
     farthest,
     gradients_words,
@@ -308,19 +309,29 @@ def test_gradients_of_two_devices_beside_one(monkeypatch: pytest.MonkeyPatch) ->
     assert found.ours < 1e-6
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(hooks_of(module) for module in model.modules())
-    assert "4 micro-batches are within" in gradients_words(found)
+    assert found.whole < 1e-6
+    assert (found.beyond, found.tensors) == (0, len(list(model.parameters())))
+    assert "4 micro-batches, all as one, are" in gradients_words(found)
 
 
 def test_the_tensor_that_is_farthest_is_named() -> None:
     one, other = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])
-    assert farthest(["a", "b"], [one, other], [one, one]) == (0.1, "b")
-    assert farthest(["a", "b"], [None, one], [None, one]) == (0.0, "")
-    assert farthest(["a", "b"], [None, one], [one, one]) == (float("inf"), "a")
-    worst, at = farthest(["a"], [one * float("nan")], [one])
+    assert farthest(distances(["a", "b"], [one, other], [one, one])) == (0.1, "b")
+    assert farthest(distances(["a", "b"], [None, one], [None, one])) == (0.0, "")
+    assert farthest(distances(["a", "b"], [None, one], [one, one])) == (float("inf"), "a")
+    worst, at = farthest(distances(["a"], [one * float("nan")], [one]))
     assert (worst != worst, at) == (True, "a")
     model = torch.nn.Linear(2, 1, bias=False)
 
     def run(scale: float) -> Any:
         return lambda: (model(torch.ones(1, 2)) * scale).sum().backward()
 
-    assert compare_gradients(model, run(1.5), run(1.0), 3) == Gradients(3, 0.5, "weight", 0.0, "")
+    two = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)])
+
+    def both(scale: float) -> Any:
+        # Gradients 3 and 4, or 3 and 4 times the scale.
+        return lambda: (two[0](torch.full((1, 1), 3.0)) + two[1](torch.full((1, 1), 4.0)) * scale).sum().backward()
+
+    found = compare_gradients(two, both(1.25), both(1.0), 1)
+    assert (found.ours, found.whole, found.beyond, found.tensors) == (0.25, pytest.approx(1 / 5), 1, 2)
+    assert compare_gradients(model, run(1.5), run(1.0), 3) == Gradients(3, 0.5, "weight", 0.0, "", 0.5, 1, 1)

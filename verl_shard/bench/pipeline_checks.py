@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,20 @@ ROUNDING = 2.0**-8
 @dataclass(frozen=True)
 class Gradients:
     """The largest distance of a tensor's gradient from one GPU's, over the norm of that, and the tensor; and the same of one
-    GPU from itself, run again."""
+    GPU from itself, run again.
+
+    whole: ours of all tensors as one, of which a gradient that is nearly zero by itself, such as that of the bias of keys, is
+    no large part. beyond: how many of so many `tensors` are farther than ROUNDING.
+    """
 
     micro_batches: int
     ours: float
     ours_in: str
     again: float
     again_in: str
+    whole: float = 0.0
+    beyond: int = 0
+    tensors: int = 0
 
 
 def estimated_peaks(config: Any, device_map: Mapping[str, int], in_flight: int, **pass_fields: Any) -> dict[int, int]:
@@ -53,24 +61,36 @@ def compare_gradients(
         taken.append([parameter.grad for parameter in model.parameters()])
         model.zero_grad(set_to_none=True)
     mine, theirs, again = taken
-    (worst, at), (noise, noise_at) = farthest(names, mine, theirs), farthest(names, again, theirs)
-    return Gradients(micro_batches, worst, at, noise, noise_at)
+    apart, noise = distances(names, mine, theirs), distances(names, again, theirs)
+    differences, norms = (math.hypot(*(pair[i] for pair in apart.values())) for i in (0, 1))
+    beyond = sum(not _share(*pair) <= ROUNDING for pair in apart.values())
+    return Gradients(micro_batches, *farthest(apart), *farthest(noise), _share(differences, norms), beyond, len(apart))
 
 
-def farthest(names: Sequence[str], found: Sequence[Any], expected: Sequence[Any]) -> tuple[float, str]:
-    """(the largest norm of a difference over the norm of what was expected, the name of that tensor)."""
-    worst, at = 0.0, ""
+def distances(names: Sequence[str], found: Sequence[Any], expected: Sequence[Any]) -> dict[str, tuple[float, float]]:
+    """Of each tensor the norm of the difference, and of what was expected; infinite where one of both is missing."""
+    made = {}
     for name, one, other in zip(names, found, expected, strict=True):
         if (one is None) != (other is None):
-            return float("inf"), name
-        if other is None:
-            continue
-        other = other.float()
-        difference, norm = float((one.to(other.device).float() - other).norm()), float(other.norm())
-        share = difference / norm if norm else (float("inf") if difference else 0.0)
+            made[name] = (math.inf, 1.0)
+        elif other is not None:
+            other = other.float()
+            made[name] = float((one.to(other.device).float() - other).norm()), float(other.norm())
+    return made
+
+
+def farthest(apart: Mapping[str, tuple[float, float]]) -> tuple[float, str]:
+    """(the largest norm of a difference over the norm of what was expected, the name of that tensor)."""
+    worst, at = 0.0, ""
+    for name, pair in apart.items():
+        share = _share(*pair)
         if not share <= worst:  # not a number is farthest
             worst, at = share, name
     return worst, at
+
+
+def _share(difference: float, norm: float) -> float:
+    return difference / norm if norm else (math.inf if difference else 0.0)
 
 
 def peaks_table(rows: Sequence[Any]) -> Any:
@@ -92,6 +112,7 @@ def gradients_words(found: Gradients) -> str:
     """A sentence."""
     where = found.ours_in or "all"
     return (
-        f"Gradients of {found.micro_batches} micro-batches are within {found.ours:.2g} of one GPU's (in {where}); "
-        f"one GPU's own, run again, within {found.again:.2g}; bf16 rounds by {ROUNDING:.2g}."
+        f"Gradients of {found.micro_batches} micro-batches, all as one, are {found.whole:.2g} from one GPU's; each by itself is "
+        f"within {found.ours:.2g} (in {where}), {found.beyond} of {found.tensors} farther than {ROUNDING:.2g}, by which bf16 "
+        f"rounds; one GPU's own, run again, within {found.again:.2g}."
     )
