@@ -51,7 +51,7 @@ def test_all_faults_of_both_at_once(make_model: Callable[..., Path], tmp_path: P
     (tmp_path / "resource_config.yaml").write_text(
         "actor: {device_ids: [0, 1], stratgey: fsdp}\nreward: {strategy: x}\n"
     )
-    given: dict[str, Any] = {**SMALL, "ppo_config": {"steps": 0}}
+    given: dict[str, Any] = {**SMALL, "ppo_config": {"steps": 0}, "train_data": [{"text": "x"}], "runner": "rya"}
     path = tmp_path / "resource_config.yaml"
     with pytest.raises(ConfigError) as hybrid:
         HybridTrainer(make_model(), count_w4, config=path, **given)
@@ -62,6 +62,8 @@ def test_all_faults_of_both_at_once(make_model: Callable[..., Path], tmp_path: P
         assert 'Did you mean "strategy"?' in said
         assert "resource_config.yaml line 2: reward.strategy" in said
         assert "ppo_config['steps'] = 0" in said
+        assert "runner = rya" in said
+        assert "train_data[0]: its prompt is neither" in said
 
 
 @pytest.mark.filterwarnings("ignore::verl_shard.common.notices.ShardNotice")

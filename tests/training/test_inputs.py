@@ -15,11 +15,15 @@ from verl_shard import ConfigError, PPOTrainer
 from verl_shard.common.notices import ShardNotice
 from verl_shard.planning.plan_file import read_role
 from verl_shard.training import placement
-from verl_shard.training.data import collect_rows
+from verl_shard.training.data import Row, complete_rows, read_given
 from verl_shard.training.inputs import Inputs, read_inputs
 from verl_shard.training.rewards import read_rewards
 
 MakeModel = Callable[..., Path]
+
+
+def collect_rows(train: Any, val: Any, *, seed: int) -> tuple[list[Row], list[Row]]:
+    return complete_rows(*read_given(train, val), seed=seed)
 
 
 @pytest.fixture
@@ -220,6 +224,40 @@ def test_all_faults_are_said_at_once(read: Callable[..., Inputs]) -> None:
     assert {finding.where for finding in caught.value.findings} >= {
         "runner", "generation_config['nonsense']", "ppo_config['kl_coef']", "ppo_config['steps']",
     }  # fmt: skip
+
+
+def test_faults_of_data_rewards_and_folders_are_said_with_those_of_settings(
+    read: Callable[..., Inputs], make_model: MakeModel, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        read(
+            runner="y",
+            ppo={"steps": 0},
+            reward=[lambda text: 0.0, 3, tmp_path / "empty"],
+            data=([{"x": 1}], "no.parquet"),
+        )
+    assert [(finding.code, finding.where) for finding in caught.value.findings] == [
+        ("unknown-runner", "runner"), ("wrong-value", "ppo_config['steps']"), ("model-folder-empty", "model"),
+        ("reward-signature", "reward_model[0]"), ("not-a-reward", "reward_model[1]"), ("bad-row", "train_data[0]"),
+        ("no-data-file", "val_data"),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:  # of what is right, what does not go together
+        read(
+            runner="y",
+            actor=str(tmp_path / "empty"),
+            tokenizer=make_model(),
+            ppo={"batch_size": 99, "max_prompt_length": 3},
+        )
+    assert [(finding.code, finding.where) for finding in caught.value.findings] == [
+        ("unknown-runner", "runner"), ("model-folder-empty", "model"),
+        ("prompts-too-long", "ppo_config['max_prompt_length']"), ("too-few-rows", "ppo_config['batch_size']"),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        read(runner="y", reward=None, actor=make_model("bare", template=False))
+    assert [(finding.code, finding.where) for finding in caught.value.findings] == [
+        ("unknown-runner", "runner"), ("no-reward", "reward_model"), ("no-chat-template", "actor_model"),
+    ]  # fmt: skip
 
 
 def test_models_of_the_wrong_kind(read: Callable[..., Inputs], make_model: MakeModel, tmp_path: Path) -> None:

@@ -44,24 +44,30 @@ def read_rows(given: Any, where: str) -> list[Row]:
     return [row for row in made if not isinstance(row, Finding)]
 
 
-def collect_rows(train: Any, val: Any, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """(training rows, validation rows). Without `val` a tenth of the rows is held out; without `train` the quick start's
-    tasks are taken, which a notice says. Raises ConfigError with the faults of both."""
-    if train is None:
+def read_given(train: Any, val: Any) -> tuple[list[Row] | None, list[Row] | None]:
+    """(training rows, validation rows) as they were given, None where nothing was. Raises ConfigError with the faults of both."""
+    faults = Faults()
+    rows: list[Row] | None = None
+    held: list[Row] | None = None
+    with faults.gathering():
+        rows = None if train is None else read_rows(train, "train_data")
+    with faults.gathering():
+        held = None if val is None else read_rows(val, "val_data")
+    faults.check()
+    return rows, held
+
+
+def complete_rows(rows: list[Row] | None, held: list[Row] | None, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """(training rows, validation rows) of what `read_given` found. Without validation rows a tenth is held out; without
+    training rows the quick start's tasks are taken, which a notice says."""
+    if rows is None:
         notice(
             "quickstart-data", "train_data", None, "no data is given", "prompts of the quick start's reasoning tasks"
         )
         with tempfile.TemporaryDirectory(prefix="verl_shard_data_") as folder:
             made = write_data(Path(folder), seed=seed, n_train=QUICKSTART_ROWS[0], n_val=QUICKSTART_ROWS[1])
-            own = read_rows(made.train, "train_data"), read_rows(made.val, "val_data")
-        return own if val is None else (own[0], read_rows(val, "val_data"))
-    faults, rows, held = Faults(), [], []
-    with faults.gathering():
-        rows = read_rows(train, "train_data")
-    with faults.gathering():
-        held = read_rows(val, "val_data") if val is not None else []
-    faults.check()
-    return (rows, held) if val is not None else _hold_out(rows, seed)
+            return read_rows(made.train, "train_data"), read_rows(made.val, "val_data") if held is None else held
+    return (rows, held) if held is not None else _hold_out(rows, seed)
 
 
 def write_rows(rows: list[Row], held: list[Row], folder: Path) -> DataFiles:

@@ -14,7 +14,7 @@ from verl_shard.models.meta import task_of
 from verl_shard.models.source import read_config
 from verl_shard.runtime.scoring_outputs import choose_outputs
 from verl_shard.training.callbacks import Callbacks
-from verl_shard.training.data import Row, check_rows, collect_rows
+from verl_shard.training.data import Row, check_rows, complete_rows, read_given
 from verl_shard.training.models import check_model, load_tokenizer
 from verl_shard.training.placement import Places, RolePlace, given_by_role, read_places
 from verl_shard.training.rewards import Rewards, is_function, read_rewards
@@ -61,8 +61,9 @@ def read_inputs(
     loggers: Sequence[str],
     processes: int,
 ) -> Inputs:
-    """Raises ConfigError with every fault of settings, places and models; then with those of data and rewards.
+    """Raises ConfigError with every fault of settings, places, models, data and rewards.
 
+    What is looked at together, such as prompts beside the model's positions, is looked at where each of these is right.
     models: by role, None where none was given. settings: the arguments of Settings.read. data: (train_data, val_data).
     """
     faults = Faults()
@@ -78,13 +79,16 @@ def read_inputs(
     by_role: Mapping[str, Any] | None = None
     with faults.gathering():
         by_role = given_by_role(model_config)
-    reward = models["reward"]
+    actor, reward = models["actor"], models["reward"]
     reward_models = [item for item in _items(reward) if not is_function(item)] if reward is not None else []
+    sound: list[Any] = []
+    """Models that their roles can have."""
     for role, model in models.items():
-        for given in reward_models if role == "reward" else [model]:
+        for given in [item for item in reward_models if _is_model(item)] if role == "reward" else [model]:
             with faults.gathering():
                 if (given is not None or role == "actor") and not (role == "reward" and _scores_steps(given)):
                     check_model(role, given)
+                sound.append(given)
     if read is not None:
         with faults.gathering():
             _check_roles(models, read)
@@ -93,29 +97,46 @@ def read_inputs(
             more = ("reward",) if reward_models else ()
             if by_role is not None:
                 places = read_places(by_role, (*roles, *more), lora=bool(read.ppo["lora_rank"]))
-    faults.check()
-    assert read is not None
-    assert places is not None
-
     for model in reward_models:
         with faults.gathering():
-            _check_outputs(model, places.roles["reward"].scoring)
+            if places is not None and _is_in(model, sound):
+                _check_outputs(model, places.roles["reward"].scoring)
     found = None
     with faults.gathering():
-        found = load_tokenizer(models["actor"], tokenizer)
+        if _is_in(actor, sound) or tokenizer is not None:
+            found = load_tokenizer(actor, tokenizer)
     rewards: Rewards | None = None
     with faults.gathering():
         rewards = _rewards(reward, data[0], places)
     rows: list[Row] = []
     held: list[Row] = []
     with faults.gathering():
-        rows, held = collect_rows(*data, seed=read.ppo["seed"])
+        own, own_held = read_given(*data)
+        if reward is None and own is not None and all(row["data_source"] == "prompts" for row in own):
+            why = "there is none, and the data names no data_source by which verl would have one"
+            faults.findings += config_error(
+                "no-reward", "reward_model", None, why, "Give a function or a model"
+            ).findings
+        if read is not None:
+            rows, held = complete_rows(own, own_held, seed=read.ppo["seed"])
+    longest = 0
+    with faults.gathering():
+        if read is not None and rows:
+            longest = _check_lengths(rows, held, found, read, actor if _is_in(actor, sound) else None)
     faults.check()
-    if reward is None and data[0] is not None and all(row["data_source"] == "prompts" for row in rows):
-        why = "there is none, and the data names no data_source by which verl would have one"
-        raise config_error("no-reward", "reward_model", None, why, "Give a function or a model")
-    longest = _check_lengths(rows, held, found, read, models["actor"])
+    assert read is not None
+    assert places is not None
     return Inputs(models, read, places, heard, found, rows, held, longest, rewards)
+
+
+def _is_model(given: Any) -> bool:
+    """Whether a reward that is no function is a model, or may name one; of the rest read_rewards says what is wrong."""
+    return isinstance(given, str | Path) or hasattr(given, "state_dict")
+
+
+def _is_in(model: Any, models: list[Any]) -> bool:
+    """By identity: modules and folders do not compare with each other."""
+    return any(other is model for other in models)
 
 
 def _scores_steps(model: Any) -> bool:
@@ -144,12 +165,11 @@ def _items(reward: Any) -> list[Any]:
     return [item[0] if isinstance(item, tuple) and len(item) == 2 else item for item in listed]
 
 
-def _rewards(reward: Any, train_data: Any, places: Places) -> Rewards | None:
+def _rewards(reward: Any, train_data: Any, places: Places | None) -> Rewards | None:
     if reward is None:
         return read_rewards("pkg://verl_shard.quickstart.reward:compute_score", {}) if train_data is None else None
-    place = places.roles.get("reward")
     model: dict[str, Any] = {}
-    if place is not None:
+    if places is not None and (place := places.roles.get("reward")) is not None:
         model = loading(place, cpu=places.cpu)
     listed = reward if isinstance(reward, list) else [reward]
     pairs = [item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0) for item in listed]
@@ -204,18 +224,21 @@ def _check_roles(models: Mapping[str, Any], settings: Settings) -> None:
 
 
 def _check_lengths(rows: list[Row], held: list[Row], tokenizer: Any, settings: Settings, actor: Any) -> int:
-    """The longest prompt that the run allows. Raises ConfigError with what does not go together."""
+    """The longest prompt that the run allows. Raises ConfigError with what does not go together.
+
+    tokenizer, actor: None where they are not right; what needs them is then not looked at.
+    """
     faults, longest = Faults(), settings.ppo.get("max_prompt_length")
     found = 0
     with faults.gathering():
-        found = check_rows([*rows, *held], tokenizer, longest=longest, where="train_data and val_data")
+        if tokenizer is not None:
+            found = check_rows([*rows, *held], tokenizer, longest=longest, where="train_data and val_data")
     batch = settings.ppo["batch_size"]
     with faults.gathering():
         if len(rows) < batch:
             why = f"there are only {len(rows)} prompts to train on"
             raise config_error("too-few-rows", "ppo_config['batch_size']", batch, why, f"Give {len(rows)} or less")
-    config = actor.config if hasattr(actor, "config") else read_config(str(actor))
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = None if actor is None else _positions(actor)
     prompt, response = found or longest or 0, settings.generation["max_new_tokens"]
     with faults.gathering():
         if positions is not None and prompt + response > positions:
@@ -224,3 +247,9 @@ def _check_lengths(rows: list[Row], held: list[Row], tokenizer: Any, settings: S
             raise config_error("too-long-for-model", "generation_config['max_new_tokens']", response, why, fix)
     faults.check()
     return longest or found
+
+
+def _positions(actor: Any) -> int | None:
+    config = actor.config if hasattr(actor, "config") else read_config(str(actor))
+    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return most
