@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_shard.bench.attention_shapes import LENGTHS as SHAPES
+from verl_shard.bench.attention_shapes import measure_shapes, shapes_table
 from verl_shard.bench.maps import zoo
 from verl_shard.bench.rates import need_gpu
 from verl_shard.bench.record import machine, tell
@@ -79,7 +81,8 @@ def bench_attention(
 ) -> list[AttentionRow]:
     """Measures some layers of models of the zoo's shapes, with random weights in bf16, on the first GPU.
 
-    Prints a table and writes JSON. Implementations that cannot run here are left out, which is said.
+    Then attention alone, of shapes that are new and of those that are not (attention_shapes).
+    Prints tables and writes JSON. Implementations that cannot run here are left out, which is said.
     Raises ConfigError without a GPU and for unknown models.
     """
     known = [entry["name"] for entry in zoo()]
@@ -100,11 +103,13 @@ def bench_attention(
             out.print(f"{name}: flash_attention_2 is left out: {why}.")
         ways = [way for way in WAYS if why is None or way.implementation != "flash_attention_2"]
         rows += measure(name, config, lengths(seed), ways, "cuda", runs=runs)
+    shapes = measure_shapes("cuda")
     content = {
         "layers": layers, "lengths": lengths(seed), "tolerance": TOLERANCE, "rows": [asdict(row) for row in rows],
+        "shapes": {"lengths": SHAPES, "rows": [asdict(row) for row in shapes]},
     }  # fmt: skip
     facts = machine() | {"flash-attn": _flash_version()}
-    tell(SCHEMA, content, [_table(rows, layers)], result=result, facts=facts)
+    tell(SCHEMA, content, [_table(rows, layers), shapes_table(shapes, SHAPES)], result=result, facts=facts)
     return rows
 
 
