@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_shard.common.errors import ConfigError
-from verl_shard.common.units import format_bytes, format_seconds, parse_bytes
+from verl_shard.common.units import format_bytes, format_count, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,26 @@ def test_an_int_means_itself(size: int) -> None:
 )
 def test_format_bytes(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1 thousand"),
+        (24_320, "24.3 thousand"),
+        (494_032_768, "494 million"),
+        (999_400_000, "999 million"),
+        (999_600_000, "1 billion"),
+        (7_615_616_512, "7.62 billion"),
+        (671_026_419_200, "671 billion"),
+        (1_030_000_000_000, "1.03 trillion"),
+    ],
+)
+def test_format_count(n: int, text: str) -> None:
+    """Never "B", which is bytes."""
+    assert format_count(n) == text
 
 
 @given(st.integers(0, 2**50))

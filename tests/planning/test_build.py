@@ -192,6 +192,12 @@ def test_what_was_set_is_kept_and_the_remedies_are_told() -> None:
     assert build_plan(roles, gpus=Inventory.declared(1, card=card(int(0.7 * needed / MIB))), workload=WORK).fits
 
 
+def test_parameters_are_not_told_as_bytes_are(roomy: Plan) -> None:
+    many = replace(roomy, roles={"actor": replace(roomy.roles["actor"], n_params=7_615_616_512)})
+    rows = [line for line in many.report(140).splitlines() if "7.62" in line]
+    assert [line.split("│")[3].strip() for line in rows] == ["7.62 billion"]
+
+
 def test_too_small_a_card_says_how_many_would_do() -> None:
     made = plan(70)
     assert not made.fits

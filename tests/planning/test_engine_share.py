@@ -71,7 +71,7 @@ def test_what_cannot_start_is_said_with_the_arithmetic(published: Callable[[str]
         "actor": published("qwen2-72b"),
         "rollout": {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.5},
     }
-    with pytest.raises(ConfigError, match=r"72\.7 B parameters in bf16 over 1 GPUs are 135\.\d+ GiB") as raised:
+    with pytest.raises(ConfigError, match=r"72\.7 billion parameters in bf16 over 1 GPUs are 135\.\d+ GiB") as raised:
         build_plan(roles, gpus=8, gpu="h100-80g", backend="fsdp2")
     (fault,) = raised.value.findings
     assert fault.code == "engine-too-small"

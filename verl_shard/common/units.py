@@ -1,4 +1,4 @@
-"""Bytes and times as people write and read them."""
+"""Bytes, counts and times as people write and read them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def format_bytes(size: int | float) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{amount:.0f} B" if unit == "B" else f"{amount:.2f} {unit}"
+
+
+def format_count(n: int) -> str:
+    """How many there are, for the screen, to three digits: "512", "494 million", "7.62 billion". In words: "B" would be bytes."""
+    amount, words = float(n), iter(("thousand", "million", "billion", "trillion"))
+    said = ""
+    while amount >= 999.5 and (word := next(words, "")):
+        amount, said = amount / 1000, f" {word}"
+    return f"{amount:.3g}{said}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from verl_shard.common.errors import ConfigError, Finding
-from verl_shard.common.units import format_bytes
+from verl_shard.common.units import format_bytes, format_count
 from verl_shard.config.inventory import Inventory
 from verl_shard.config.roles import Role
 from verl_shard.config.workload import Workload
@@ -106,7 +106,7 @@ class EngineShares:
         weights, cache = self.need(settings, role, sizes[-1])
         spec, _ = self.models.read(own, torch.bfloat16)
         why = (
-            f"{spec.n_params / 1e9:.1f} B parameters in bf16 over {sizes[-1]} GPUs are {format_bytes(weights)} a GPU, and "
+            f"{format_count(spec.n_params)} parameters in bf16 over {sizes[-1]} GPUs are {format_bytes(weights)} a GPU, and "
             f"one sequence's KV cache {format_bytes(cache)}; the engine has {share:g} of {format_bytes(card.memory)}, "
             f"which is {format_bytes(int(share * card.memory))}"
         )

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import RenderableType
 
 from verl_shard.common.tables import as_text, table
-from verl_shard.common.units import format_bytes
+from verl_shard.common.units import format_bytes, format_count
 from verl_shard.planning.plan import Plan
 
 _MOST_COLUMNS = 8
@@ -111,7 +111,7 @@ def _roles(plan: Plan) -> RenderableType:
         if own.settings.get("strategy") == "data_parallel":
             words.append("a copy on each")
         where = ids_in_words(own.devices) if own.devices else "CPU"
-        rows.append((role, own.model, f"{own.n_params / 1e9:.2f} B", where, own.precision, micro, ", ".join(words)))
+        rows.append((role, own.model, format_count(own.n_params), where, own.precision, micro, ", ".join(words)))
     return table("Roles", columns, rows)
 
 
