@@ -141,3 +141,32 @@ def test_when_nothing_is_enough_all_is_taken(limit: int) -> None:
     assert not found.evaluation.fits
     actor = found.settings.roles["actor"]
     assert (actor.micro_batch_size, actor.gradient_checkpointing, actor.lora_rank) == (1, True, 32)
+
+
+def test_what_saves_nothing_in_the_fullest_phase_says_where_it_does() -> None:
+    """Of the ref's: all are taken as nothing fits, and update_actor is over by most whatever is done."""
+    table = Table(weights=500, states=600, logits=10, limit=100)
+    blank = {"micro_batch_size", "logits", "gradient_checkpointing"}
+    found = cheapest(start(), WORKLOAD, table.evaluate, may=lambda role, name: role != "rollout" and name in blank)
+    told = {(step.remedy.name, step.role): (step.phase, step.saved, step.elsewhere) for step in found.taken}
+    # Scores of 16 sequences have 160 of logits, of one 10; the update has 500 + 600 + 50 of the ref + 50 a sequence, at least
+    # the 500 of AdamW: 16 sequences are 1950, and with fused logits 1790, with checkpointing 1650 as of one.
+    assert told == {
+        ("smaller micro-batch", "ref"): ("update_actor", 0, ("ref_log_prob", 150)),
+        ("fused logits", "actor"): ("update_actor", 160, None),
+        ("gradient checkpointing", "actor"): ("update_actor", 140, None),
+        ("smaller micro-batch", "actor"): ("update_actor", 0, None),
+        ("fused logits", "ref"): ("update_actor", 0, None),
+    }
+
+
+def test_a_phase_that_is_short_is_told_before_one_that_is_not() -> None:
+    def evaluate(settings: Settings) -> Evaluation:
+        micro = settings.roles["ref"].micro_batch_size or 1
+        sizes = {("update_actor", 0): 3000, ("ref_log_prob", 0): 1900 + 10 * micro, ("values", 0): 100 + 50 * micro}
+        return Evaluation(sizes, {0: LIMIT}, 1.0, {}, {})
+
+    found = cheapest(start(), WORKLOAD, evaluate, may=lambda role, name: (role, name) == ("ref", "micro_batch_size"))
+    assert [(step.phase, step.saved, step.elsewhere) for step in found.taken] == [
+        ("update_actor", 0, ("ref_log_prob", 150))
+    ]

@@ -186,6 +186,8 @@ def _plan(engine: Engine, settings: Settings, steps: tuple[Taken, ...], *, taken
             setting=", ".join(f"{step.role}.{name}={_written(value)}" for name, value in step.change.items()),
             phase=step.phase,
             saved=step.saved,
+            elsewhere=step.elsewhere and step.elsewhere[0],
+            saved_elsewhere=step.elsewhere[1] if step.elsewhere else 0,
             seconds=step.seconds,
             price=step.remedy.price,
             same_result=step.remedy.same_result,

@@ -60,9 +60,19 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class RemedyRow:
-    """A remedy for a role. setting: what to write. saved: bytes on the fullest GPU of `phase`. seconds: a step longer.
+    """A remedy for a role, and what it did when it was taken after those in the rows before it.
 
+    name: of the remedy in planning/remedies.py. role: whose setting it is.
+    setting: what to write, "actor.micro_batch_size=2"; several settings with ", " between them.
+    phase: the phase that was most over its limit when this was taken (the fullest where none was), or "host".
+    saved: bytes on the fullest GPU of `phase`, of "host" on its fullest node; 0 where it saves nothing there, and below 0
+        where that phase then takes more.
+    seconds: how much longer a step takes; below 0 where it gets faster.
+    price: what it costs beside memory, in words.
+    same_result: the run computes the same but for rounding; without, it learns differently.
     taken: the plan has it, in a field that was left blank; otherwise it is for whoever set the field to decide.
+    elsewhere: where it saves nothing in `phase`, the phase in which it saves most, of those over their limits if it helps any;
+        None where it saves in `phase`, or nowhere. saved_elsewhere: bytes on the fullest GPU of that phase, 0 without one.
     """
 
     name: str
@@ -74,11 +84,18 @@ class RemedyRow:
     price: str
     same_result: bool
     taken: bool
+    elsewhere: str | None = None
+    saved_elsewhere: int = 0
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Whether to keep something of a role in host memory. saved: bytes a GPU in `phase`. seconds: its price in a step."""
+    """Whether to keep something of a role in host memory: a step with it beside a step without it.
+
+    role: whose it is. what: the setting that has it there, in words. on: whether it should be there. why: in words.
+    phase: the phase whose fullest GPU it relieves most. saved: bytes there; 0 or less where it relieves none.
+    seconds: how much longer a step takes with it; 0 where its copies are hidden.
+    """
 
     role: str
     what: str

@@ -21,7 +21,9 @@ LORA_RANK = 32
 class Remedy:
     """One way to need less memory.
 
+    name: what reports call it; no two have the same. backends, roles: those that it is for.
     change: the fields of a role's configuration to set, or None where it is done already or has no meaning.
+    saves, price: in words, what of memory it saves and what it costs; how many bytes and seconds is worked out for each plan.
     same_result: the run computes the same but for rounding; without, it learns differently.
     live: can be taken, and taken back, between two steps of a running training.
     """

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from verl_shard.common.tables import as_text, table
 from verl_shard.common.units import format_bytes, format_count
-from verl_shard.planning.plan import Plan
+from verl_shard.planning.plan import Plan, RemedyRow
 
 _MOST_COLUMNS = 8
 
@@ -89,12 +89,22 @@ def _remedies(plan: Plan) -> RenderableType:
     columns = ("remedy", "role", "set", "saves a GPU", "in", "seconds a step", "price")
     rows = [
         (
-            row.name, row.role, row.setting, format_bytes(row.saved), row.phase, f"{row.seconds:+.2f}",
+            row.name, row.role, row.setting, *_saved(row), f"{row.seconds:+.2f}",
             row.price + ("" if row.same_result else " (learns differently)"),
         )
         for row in plan.remedies
     ]  # fmt: skip
     return table(title, columns, rows)
+
+
+def _saved(row: RemedyRow) -> tuple[str, str]:
+    """What a remedy saves, and in which phase: in the one that was most over, else in another, with what that one has of it."""
+    if row.saved > 0:
+        return format_bytes(row.saved), row.phase
+    there = f"nothing in {row.phase}" if row.saved == 0 else f"{format_bytes(-row.saved)} more in {row.phase}"
+    if row.elsewhere is None:
+        return "0 B", f"no phase; {there}" if row.saved else "no phase"
+    return format_bytes(row.saved_elsewhere), f"{row.elsewhere}; {there}"
 
 
 def _roles(plan: Plan) -> RenderableType:
@@ -124,10 +134,13 @@ def _setting(name: str, value: object) -> str:
 
 def _advice(plan: Plan) -> RenderableType:
     rows = [
-        (row.role, row.what, "on" if row.on else "off", row.why, format_bytes(row.saved), f"{row.seconds:.2f}")
+        (
+            row.role, row.what, "on" if row.on else "off", row.why, format_bytes(max(0, row.saved)),
+            row.phase if row.saved > 0 else "no phase", f"{row.seconds:.2f}",
+        )
         for row in plan.advice
-    ]
-    return table("Offload", ("role", "what", "advice", "why", "saves a GPU", "seconds a step"), rows)
+    ]  # fmt: skip
+    return table("Offload", ("role", "what", "advice", "why", "saves a GPU", "in", "seconds a step"), rows)
 
 
 def _equal_gpus(plan: Plan) -> list[list[int]]:

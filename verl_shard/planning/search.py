@@ -57,7 +57,9 @@ class Evaluation:
 class Taken:
     """A remedy for a role, with what it did when it was taken after those before it.
 
-    saved: bytes on the GPU of `phase` that was short. seconds: how much longer a step takes.
+    saved: bytes on the GPU of `phase` that was short; below 0 where it then takes more. seconds: how much longer a step takes.
+    elsewhere: where it saves nothing there, the phase in which it saves most, of those that are short if it helps any, and
+        the bytes there; None where it saves nothing at all.
     """
 
     remedy: Remedy
@@ -66,6 +68,7 @@ class Taken:
     phase: str
     saved: int
     seconds: float
+    elsewhere: tuple[str, int] | None = None
 
 
 Steps = tuple[Taken, ...]
@@ -202,7 +205,8 @@ def _counted(
         settings = settings.changed(role, **change)
         made = evaluate(settings)
         phase, saved = _helped(now, made)
-        steps.append(Taken(remedy, role, change, phase, saved, made.seconds - now.seconds))
+        elsewhere = None if saved > 0 else _helped_most(now, made)
+        steps.append(Taken(remedy, role, change, phase, saved, made.seconds - now.seconds, elsewhere))
         now = made
     return Found(settings, now, tuple(steps))
 
@@ -236,10 +240,24 @@ def _helped(before: Evaluation, after: Evaluation) -> tuple[str, int]:
         node = max(before.host_over, key=lambda at: before.host_over[at])
         return HOST, before.host[node] - after.host[node]
 
-    def most(made: Evaluation) -> int:
-        return max((size - made.limits[gpu] for (name, gpu), size in made.bytes.items() if name == phase), default=0)
+    return phase, _most(before).get(phase, 0) - _most(after).get(phase, 0)
 
-    return phase, most(before) - most(after)
+
+def _helped_most(before: Evaluation, after: Evaluation) -> tuple[str, int] | None:
+    """The phase that got furthest from being over, one that was over first, and by how many bytes; None where none did."""
+    was, is_ = _most(before), _most(after)
+    saved = {phase: size - is_.get(phase, size) for phase, size in was.items() if is_.get(phase, size) < size}
+    over = {phase: size for phase, size in saved.items() if was[phase] > 0}
+    among = over or saved
+    return max(among.items(), key=lambda item: item[1]) if among else None
+
+
+def _most(made: Evaluation) -> dict[str, int]:
+    """By phase, by how many bytes its fullest GPU is over its limit; below 0 where it is under."""
+    found: dict[str, int] = {}
+    for (phase, gpu), size in made.bytes.items():
+        found[phase] = max(size - made.limits[gpu], found.get(phase, size - made.limits[gpu]))
+    return found
 
 
 def key_of(settings: Settings) -> tuple[object, ...]:
