@@ -30,6 +30,7 @@ from verl_shard.bench.machine import Machine
 from verl_shard.cli import bench_tables
 from verl_shard.common.tables import as_text
 from verl_shard.config.cards import find_card
+from verl_shard.planning.models import PHASES
 
 LOAD = Load(sequences=2, micro_batch=2, prompt=12, response=4)
 ON_CPU = {role: Place({"": "cpu"}) for role in ROLES}
@@ -73,6 +74,13 @@ def test_placements_on_one_and_on_two_gpus() -> None:
         OURS: "actor, critic, ref, reward on 0",
     }
     machine = Machine(1, 2**37, {})
+    assert all(list(made.phases) == list(PHASES) for made in one.values())
+    # The reward model works on the CPU while the others prepare on the GPU; elsewhere nothing changes.
+    together, apart = one[TOGETHER], one[BY_HAND]
+    assert {name for name in PHASES if together.phases[name] != apart.phases[name]} == {"reward"}
+    beside = sum(apart.phases[name] for name in ("old_log_prob", "ref_log_prob", "values"))
+    others = sum(seconds for name, seconds in together.phases.items() if name != "reward")
+    assert apart.step_s == pytest.approx(others - beside + max(beside, apart.phases["reward"]))
     assert set(left_out(machine, one)) == {"components on GPUs of their own", OURS}
     two = planned_layouts(small_qwen2(), LOAD, find_card("h200"), 2)
     assert two[BY_HAND].words == "actor on 0; critic, ref, reward on 1"
@@ -132,10 +140,12 @@ def test_what_one_set_raises_is_raised_when_the_others_are_done() -> None:
 
 def test_the_first_step_is_not_told_of_and_memory_runs_out_in_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    took = iter([50.0, 2.0, 4.0])
+    took = iter([50.0, 2.0, 4.0, 8.0])
 
     def step(self: Roles, around: Any) -> None:
-        now[0] += next(took)
+        seconds = next(took)
+        for phase, part in (("reward", 0.75), ("generate", 0.25)):
+            around(phase, lambda part=part: now.__setitem__(0, now[0] + part * seconds))
 
     class Clocked(Meter):
         def begin_peak(self) -> None:
@@ -144,9 +154,15 @@ def test_the_first_step_is_not_told_of_and_memory_runs_out_in_a_phase(monkeypatc
 
     monkeypatch.setattr(Roles, "step", step)
     monkeypatch.setattr("verl_shard.bench.elastic.time.perf_counter", lambda: now[0])
-    made = measure(Roles(small_qwen2(), LOAD, {}, mixed=False), Clocked(), 3)
-    assert made == (3.0, (1, 7), "stable")
-    row = row_of(OURS, Layout({}, 2.5, 9), LOAD, *made)
+    monkeypatch.setattr(Roles, "make", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: now.__setitem__(0, now[0] + 0.5))
+    places = {"actor": Place({"a": 0, "b": 1}), "reward": Place({"": "cpu"})}
+    made = measure(Roles(small_qwen2(), LOAD, places, mixed=False), Clocked(), 3)
+    # Of the last step, 8 s, the phases are told, in the order of PPO; the actor's two GPUs are waited for.
+    assert made == (3.0, (1, 7), "stable", {"generate": 3.0, "reward": 6.0})
+    assert list(made[3]) == ["generate", "reward"]
+    row = row_of(OURS, Layout({}, 2.5, 9, {"generate": 2.0}), LOAD, *made)
+    assert (row.phases, row.predicted_phases) == (made[3], {"generate": 2.0})
     assert (row.step_s, row.tokens_per_s, row.peaks, row.predicted_step_s) == (3.0, 32 / 3, (1, 7), 2.5)
 
     monkeypatch.undo()
@@ -156,10 +172,10 @@ def test_the_first_step_is_not_told_of_and_memory_runs_out_in_a_phase(monkeypatc
 
     monkeypatch.setattr(elastic_roles, "value_loss", out_of_memory)
     roles = Roles(small_qwen2(), LOAD, ON_CPU, mixed=False)
-    assert measure(roles, Meter(), 2) == (None, (), "OOM in update_critic")
+    assert measure(roles, Meter(), 2) == (None, (), "OOM in update_critic", {})
     monkeypatch.setattr(elastic_roles, "made_model", out_of_memory)
-    assert measure(roles, Meter(), 2) == (None, (), "OOM while it is loaded")
-    assert row_of(OURS, Layout({}), LOAD, None, (), "OOM in values").tokens_per_s is None
+    assert measure(roles, Meter(), 2) == (None, (), "OOM while it is loaded", {})
+    assert row_of(OURS, Layout({}), LOAD, None, (), "OOM in values", {}).tokens_per_s is None
 
 
 def test_on_the_cpu_there_is_one_placement_and_the_rest_is_said(
@@ -176,6 +192,9 @@ def test_on_the_cpu_there_is_one_placement_and_the_rest_is_said(
     (row,) = record["rows"]
     assert (row["placement"], row["where"], row["outcome"]) == (TOGETHER, "actor, critic, ref, reward on cpu", "stable")
     assert row["tokens_per_s"] == pytest.approx(4 * 32 / row["step_s"])
+    assert list(row["phases"]) == list(PHASES)
+    assert all(seconds > 0 for seconds in row["phases"].values())
+    assert row["predicted_phases"] == {}
     assert record["left_out"] == {f"{BY_HAND}, {OURS}": "there is no GPU: all components are on the one CPU"}
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -200,3 +219,14 @@ def test_the_table_has_predictions_in_brackets() -> None:
         [BY_HAND, "here", "-", "- (2.00)", "- (1.00 GiB)", "OOM in values"],
         [OURS, "there", "21", "1.50", "2.00 GiB", "stable"],
     ]
+
+
+def test_phases_are_shown_beside_what_was_expected_and_records_of_before_have_none() -> None:
+    rows = [
+        {"placement": TOGETHER, "phases": {"reward": 0.5, "generate": 1.0}, "predicted_phases": {"generate": 2.0}},
+        {"placement": BY_HAND},
+    ]
+    lines = as_text(160, elastic.phases_table({"rows": rows})).splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert cells == [[TOGETHER, "1.00 (2.00)", "0.50"], [BY_HAND, "-", "-"]]
+    assert next(line for line in lines if "generate" in line).replace("┃", "").split() == ["generate", "reward"]

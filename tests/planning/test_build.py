@@ -206,7 +206,10 @@ def test_too_small_a_card_says_how_many_would_do() -> None:
 
 def test_a_reward_model_on_the_cpu_costs_no_gpu_and_host_memory() -> None:
     made = plan(reward={"model": small_qwen2(), "device_type": "cpu"})
-    assert "reward" not in {row.role for row in made.phases}
+    (row,) = [row for row in made.phases if row.role == "reward"]
+    # While it scores, GPUs hold what trains and what scores there, and no batch.
+    assert row.parts == {"other roles": row.peaks[0]}
+    assert row.peaks[0] < min(other.peaks[0] for other in made.phases if other is not row)
     assert made.host_parts["reward weights"] > 0
     assert made.roles["reward"].devices == ()
 

@@ -97,7 +97,7 @@ def _lacks(case: Case, own: Sequence[str], n: int) -> int:
 
 
 def _step(case: Case, sets: Sets) -> float:
-    stages = [0.0] * 4
+    stages = [_beside(case, stage) for stage in range(4)]
     for stage in range(4):
         for own, n in sets:
             took = 0.0
@@ -107,6 +107,11 @@ def _step(case: Case, sets: Sets) -> float:
                 took += sum(s for (a, b), s in case.rules.get("transfers", {}).items() if a in own and b not in own)
             stages[stage] = max(stages[stage], took)
     return sum(stages)
+
+
+def _beside(case: Case, stage: int) -> float:
+    beside = case.rules.get("beside", {}).values()
+    return sum((s for own in beside for phase, s in own.items() if PAPER[phase] == stage), 0.0)
 
 
 def _rank(case: Case, sets: Sets) -> tuple[Any, ...]:
@@ -134,8 +139,11 @@ def _check(case: Case, placement: Placement) -> None:
     assert [placed.overrun for placed in placement.sets] == [_lacks(case, *own) for own in sets]
     for stage, seconds in placement.stage_s.items():
         slowest = max(placed.seconds[stage] for placed in placement.sets)
-        assert seconds == slowest
-        if slowest:
+        beside = _beside(case, list(STAGES).index(stage))
+        assert seconds == max(slowest, beside)
+        if beside > slowest:
+            assert placement.bound_by[stage] == ("judge",)
+        elif slowest:
             by = placement.set_of(placement.bound_by[stage][0])
             assert by.seconds[stage] == slowest
             assert by.roles == placement.bound_by[stage]
@@ -158,6 +166,8 @@ def _cases(draw: st.DrawFn, most_roles: int = 4, most_gpus: int = 5, limited: bo
     rules: dict[str, Any] = {}
     if len(roles) > 1 and draw(st.booleans()):
         rules["transfers"] = {(roles[0], roles[1]): draw(_seconds)}
+    if draw(st.booleans()):  # of a role that has no GPU
+        rules["beside"] = {"judge": {"reward": draw(_seconds), "ref_log_prob": draw(_seconds)}}
     kind = draw(st.sampled_from(["none", "together", "apart", "pinned"]))
     if len(roles) > 1 and kind in ("together", "apart"):
         rules[kind] = [tuple(draw(st.permutations(roles))[:2])]
@@ -246,6 +256,20 @@ def test_a_role_that_does_not_scale_is_better_apart() -> None:
     found = Case(ROLES, 8, _table(ROLES, range(1, 9), took)).search()
     assert _sets(found.best) == [(("actor", "critic", "ref", "rollout"), 7), (("reward",), 1)]
     assert found.best.step_s == 48.0
+
+
+def test_what_is_on_the_cpu_holds_up_its_stage_and_gpus_do_not_help_it() -> None:
+    """Alone, scoring would be worth a second GPU; beside 9 s on the CPU it is not, as 8 s or 4 s of it change nothing."""
+    took = {"old_log_prob": 8.0, "ref_log_prob": 8.0}
+    table = _table(("actor", "ref"), (1, 2, 3, 4), lambda role, phase, n: took.get(phase, 0.0) / min(n, 2))
+    case = Case(("actor", "ref"), 4, table, rules={"apart": [("actor", "ref")]})
+    alone = case.search().best
+    assert (alone.step_s, [len(placed.gpus) for placed in alone.sets]) == (4.0, [2, 2])
+    both = case.search(beside={"reward": {"reward": 9.0}}).best
+    assert (both.step_s, [len(placed.gpus) for placed in both.sets]) == (9.0, [1, 1])
+    assert both.stage_s == {"generation": 0.0, "preparation": 9.0, "training": 0.0, "weight_sync": 0.0}
+    assert both.bound_by == {"preparation": ("reward",)}
+    assert [placed.seconds["preparation"] for placed in both.sets] == [8.0, 8.0]
 
 
 def test_transfers_are_paid_only_by_those_apart() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl_shard.common.errors import ConfigError
+from verl_shard.common.notices import ShardNotice
 from verl_shard.config.cards import CARDS
 from verl_shard.planning.rates import NUMBERS, SCHEMA, Rates
 
@@ -33,6 +34,18 @@ def test_saved_is_loaded(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "rates.json").read_text())
     assert content["schema"] == "verl_shard/bench-rates/1"
     assert content["machine"] == {"gpus": ["NVIDIA L4"]}
+
+
+def test_a_file_of_before_the_cpu_was_measured_has_the_default_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    rates = replace(Rates.of(CARDS["l4-24g"]), source="measured")
+    old = {name: value for name, value in asdict(rates).items() if name != "cpu_flops"}
+    path.write_text(json.dumps({"schema": SCHEMA, "rates": old}))
+    with pytest.warns(ShardNotice, match="cpu_flops.*Using 2.04e\\+12, as 16 cores beside an H200 reached, instead"):
+        assert Rates.load(path) == rates
+    Rates.load(path)  # warnings are errors: it is said once
+    assert rates.cpu_source == "as 16 cores beside an H200 reached; verl-shard bench rates measures another host"
+    assert replace(rates, cpu_flops=1e12).cpu_source == "measured"
 
 
 def test_all_faults_at_once() -> None:

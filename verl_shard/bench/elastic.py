@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from verl_shard.common.tables import table
 from verl_shard.common.units import GIB, format_bytes
 from verl_shard.config.cards import Card
 from verl_shard.config.inventory import Inventory
+from verl_shard.planning.models import PHASES
 
 SCHEMA = "verl_shard/bench-elastic/1"
 MODELS = Sizes(full="qwen2-0.5b", quick="qwen2-0.5b", on_cpu=TINY, several="llama-1b")
@@ -34,12 +35,13 @@ STABLE = "stable"
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a placement has each role, and what the planner expects: seconds of a step and bytes on the fullest GPU, none
-    where nothing was planned."""
+    """Where a placement has each role, and what the planner expects: seconds of a step and of each phase, and bytes on the
+    fullest GPU, none where nothing was planned."""
 
     places: Mapping[str, Place]
     step_s: float | None = None
     peak: int | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
@@ -55,7 +57,9 @@ class Layout:
 class PlacementRow:
     """One placement. outcome: "stable", or in which phase memory ran out; then there is no time and no peak.
 
-    peaks: bytes by GPU that torch had allocated at most, none without a GPU.
+    peaks: bytes by GPU that torch had allocated at most, none without a GPU. phases: seconds of each phase in a step of its
+    own, after those that step_s is of, in which a phase ends when its GPUs are done. Sets of roles work side by side, so that
+    phases may add up to more than a step.
     """
 
     placement: str
@@ -66,6 +70,8 @@ class PlacementRow:
     outcome: str
     predicted_step_s: float | None
     predicted_peak: int | None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    predicted_phases: Mapping[str, float] = field(default_factory=dict)
 
 
 def bench_elastic(asked: Asked) -> list[PlacementRow]:
@@ -88,7 +94,8 @@ def bench_elastic(asked: Asked) -> list[PlacementRow]:
         "model": setting.name, "load": asdict(setting.load), "gpus": setting.found.gpus, "room": setting.room,
         "left_out": missing, "rows": [asdict(row) for row in rows],
     }  # fmt: skip
-    finish(asked, setting, SCHEMA, record, [elastic_table(record), *left_out_words(record)], draw)
+    shown = [elastic_table(record), phases_table(record), *left_out_words(record)]
+    finish(asked, setting, SCHEMA, record, shown, draw)
     return rows
 
 
@@ -168,11 +175,12 @@ def layout(
             places[role] = Place({"": next(iter(own.device_map.values()))}, "stream")
         else:
             places[role] = Place(own.device_map)
-    return Layout(places, plan.step_seconds, max(max(row.peaks.values()) for row in plan.phases))
+    peak = max(max(row.peaks.values()) for row in plan.phases)
+    return Layout(places, plan.step_seconds, peak, {row.phase: row.seconds for row in plan.phases})
 
 
-Measured = tuple[float | None, tuple[int, ...], str]
-"""Seconds of a step, peaks by GPU, outcome."""
+Measured = tuple[float | None, tuple[int, ...], str, dict[str, float]]
+"""Seconds of a step, peaks by GPU, outcome, seconds by phase."""
 
 
 def _row(setting: Setting[Load], placement: str, placed: Layout, steps: int) -> PlacementRow:
@@ -183,7 +191,10 @@ def _row(setting: Setting[Load], placement: str, placed: Layout, steps: int) -> 
 
 
 def measure(roles: Roles, meter: Any, steps: int) -> Measured:
-    """Makes the roles and runs steps; the first is not told of. meter: as GpusMeter."""
+    """Makes the roles and runs steps, of which the first is not told of, and then one in which each phase is timed.
+
+    The steps before that one wait for the GPUs at their end only, as a training does. meter: as GpusMeter.
+    """
     from verl_shard.runtime.ladder import is_out_of_memory
 
     failed: list[str] = []
@@ -197,6 +208,14 @@ def measure(roles: Roles, meter: Any, steps: int) -> Measured:
             raise
 
     seconds = []
+    phases: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        around(name, run)
+        roles.wait_for(name)
+        phases[name] = time.perf_counter() - began
+
     try:
         roles.make()
         for number in range(steps):
@@ -207,20 +226,34 @@ def measure(roles: Roles, meter: Any, steps: int) -> Measured:
             roles.step(around)
             meter.wait()
             seconds.append(time.perf_counter() - began)
+        roles.step(timed)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return None, (), f"OOM in {failed[0]}" if failed else "OOM while it is loaded"
-    return statistics.median(seconds[1:]), meter.peaks(), STABLE
+        return None, (), f"OOM in {failed[0]}" if failed else "OOM while it is loaded", {}
+    return (
+        statistics.median(seconds[1:]),
+        meter.peaks(),
+        STABLE,
+        {name: phases[name] for name in PHASES if name in phases},
+    )
 
 
 def row_of(
-    placement: str, placed: Layout, load: Load, step_s: float | None, peaks: tuple[int, ...], outcome: str
+    placement: str,
+    placed: Layout,
+    load: Load,
+    step_s: float | None,
+    peaks: tuple[int, ...],
+    outcome: str,
+    phases: Mapping[str, float],
 ) -> PlacementRow:
     """What was measured of a placement, beside what was expected. Tokens are those of prompts and responses."""
     tokens = load.sequences * (load.prompt + load.response)
     speed = None if step_s is None else tokens / step_s
-    return PlacementRow(placement, placed.words, step_s, speed, peaks, outcome, placed.step_s, placed.peak)
+    return PlacementRow(
+        placement, placed.words, step_s, speed, peaks, outcome, placed.step_s, placed.peak, phases, placed.phases
+    )
 
 
 def elastic_table(record: Mapping[str, Any]) -> Any:
@@ -231,7 +264,7 @@ def elastic_table(record: Mapping[str, Any]) -> Any:
         guess = "" if row["predicted_peak"] is None else f" ({format_bytes(row['predicted_peak'])})"
         peak = format_bytes(max(row["peaks"])) if row["peaks"] else "-"
         expected = "" if row["predicted_step_s"] is None else f" ({row['predicted_step_s']:.2f})"
-        step = "-" if row["step_s"] is None else f"{row['step_s']:.2f}"
+        step = _seconds(row["step_s"])
         speed = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.0f}"
         shown.append((row["placement"], row["where"], speed, step + expected, peak + guess, row["outcome"]))
     words = f"{load['sequences']} sequences of {load['prompt']} + {load['response']} tokens"
@@ -240,6 +273,22 @@ def elastic_table(record: Mapping[str, Any]) -> Any:
         f"A PPO step of {record['model']} on {where if record['gpus'] else 'the CPU'}, {words}: measured (predicted)"
     )
     return table(title, ("", "where", "tokens/s", "s a step", "fullest GPU", "outcome"), shown)
+
+
+def phases_table(record: Mapping[str, Any]) -> Any:
+    """For people: a row a placement and a column a phase, predictions in brackets; records of before have none."""
+    rows = record["rows"]
+    measured, planned = ([row.get(key) or {} for row in rows] for key in ("phases", "predicted_phases"))
+    names = [name for name in PHASES if any(name in one for one in (*measured, *planned))]
+    shown = []
+    for row, took, expected in zip(rows, measured, planned, strict=True):
+        cells = [_seconds(took.get(name)) + (f" ({expected[name]:.2f})" if name in expected else "") for name in names]
+        shown.append((row["placement"], *cells))
+    return table("Seconds of each phase, in a step of its own: measured (predicted)", ("", *names), shown)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f}"
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:

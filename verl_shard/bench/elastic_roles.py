@@ -146,6 +146,12 @@ class Roles:
             jobs = [[name for name in names if name in phases and role_of(name) in roles] for roles in self.sets()]
             _side_by_side([[(name, phases[name]) for name in job] for job in jobs if job], around)
 
+    def wait_for(self, phase: str) -> None:
+        """Returns when the GPUs of the phase's role are done."""
+        for device in self.places[role_of(phase)].devices:
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+
     def _generate(self) -> None:
         from verl_shard.runtime.dispatch import input_device
         from verl_shard.runtime.generation import generate

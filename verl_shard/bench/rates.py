@@ -22,6 +22,9 @@ _WIDTHS = ((896, 4864), (2048, 8192), (4096, 14336))
 """Rows and columns of the largest matrices in Qwen2 0.5B, Llama 3.2 1B and Llama 3.1 8B."""
 _TOKENS = 8192
 _TOKENS_OF_A_TURN = 24
+SCORED = (4, 896, 4, 512)
+"""What scores on the CPU: the layers and the width of Qwen2 0.5B's, a sixth of them, and a micro-batch's sequences and their
+tokens."""
 
 
 def need_gpu(what: str, without: str) -> None:
@@ -68,7 +71,7 @@ def _card(name: str) -> Any:
 
 
 def measure_rates() -> Rates:
-    """Everything in Rates but `kernel_s`, on the first GPU; the link to a second GPU where there is one.
+    """Everything in Rates but `kernel_s`, on the first GPU and its host; the link to a second GPU where there is one.
 
     What kernels take beside their work shows only in real models, and is fitted to those: see bench times.
     """
@@ -87,6 +90,7 @@ def measure_rates() -> Rates:
         host_bandwidth=host,
         link_bandwidth=link,
         source="measured by verl-shard bench rates",
+        cpu_flops=cpu_rate(),
         **_host(),
     )
 
@@ -166,6 +170,28 @@ def _moves() -> float:
         (lambda: wide.to(torch.bfloat16), 6 * n),
     )
     return sum(n_bytes for _, n_bytes in moved) / sum(gpu_seconds(run) for run, _ in moved)
+
+
+def cpu_rate(scored: tuple[int, int, int, int] = SCORED, turns: int = 3) -> float:
+    """FLOP/s of whole forwards in bf16 on the CPU, the median of several after one. Needs no GPU.
+
+    scored: layers, width, sequences, tokens. With the threads that torch has in this process, by default all cores.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    layers, width, sequences, tokens = scored
+    config = small_config(layers, width)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    ids = torch.randint(0, 1000, (sequences, tokens))
+    taken = []
+    with torch.no_grad():
+        for _ in range(1 + turns):
+            began = time.perf_counter()
+            model(input_ids=ids, use_cache=False)
+            taken.append(time.perf_counter() - began)
+    wanted = PassSpec(phase="forward", batch_size=sequences, seq_len=tokens, precision="bf16")
+    return float(traced_pass(config, wanted).recording.work.flops.sum()) / statistics.median(taken[1:])
 
 
 def _copy_rate(other: str) -> float:

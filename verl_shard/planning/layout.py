@@ -170,9 +170,8 @@ class Layouts:
         return ByStage(at)
 
     def phases(self, settings: Settings, placed: Mapping[Role, Placed]) -> list[PhaseBytes]:
-        """Each phase of the step in the steady state, on every GPU."""
-        there = [role for role, own in settings.roles.items() if own.device_type != "cpu"]
-        return [self._phase(phase, settings, placed) for phase in PHASES if ROLE_OF[phase] in there]
+        """Each phase of the step in the steady state, on every GPU; of a role on the CPU, what others keep there."""
+        return [self._phase(phase, settings, placed) for phase in PHASES if ROLE_OF[phase] in settings.roles]
 
     def n_blocks(self, role: Role, own: RoleConfig) -> int:
         """Of the role's model: more GPUs than that cannot be used."""
@@ -190,7 +189,7 @@ class Layouts:
     def _phase(self, phase: str, settings: Settings, placed: Mapping[Role, Placed]) -> PhaseBytes:
         role = ROLE_OF[phase]
         holder, own = holder_of(phase, settings)
-        active = self._active(phase, own, placed[holder])
+        active = self._active(phase, own, placed[holder]) if holder in placed else {}
         others = dict.fromkeys(range(len(self.inventory)), 0)  # of a thousand GPUs most are not touched
         for name, other in placed.items():
             for gpu, size in other.resident.items() if name != holder else ():
@@ -227,9 +226,9 @@ class Layouts:
     def reserved(self, phase: str, gpu: int, settings: Settings, placed: Mapping[Role, Placed]) -> int:
         """What torch's allocator takes from the driver for a phase on one GPU, other roles' bytes included."""
         holder, own = holder_of(phase, settings)
-        held = placed[holder]
+        held = placed.get(holder)
         others = sum(other.resident.get(gpu, 0) for name, other in placed.items() if name != holder)
-        if gpu not in held.runs:
+        if held is None or gpu not in held.runs:
             return others
         key = (phase, _choices(own), gpu, tuple(held.runs.items()))
         if key not in self._reserved:

@@ -86,8 +86,8 @@ class OurEngine:
         holder, own = holder_of(row.phase, settings)
         gpu = row.fullest
         parts = {"other roles": row.others[gpu]} if row.others[gpu] else {}
-        held = placed[holder]
-        if gpu in held.runs:
+        held = placed.get(holder)
+        if held is not None and gpu in held.runs:
             traced = self.models.trace(own, pass_of(row.phase, own, self.workload))
             kinds = traced.kinds_at_peak(range(*held.runs[gpu]), held.stage_of(gpu))
             parts |= {name: size for name, size in zip(KINDS, kinds, strict=True) if size}
@@ -119,6 +119,12 @@ class OurEngine:
         level = "ok" if there is None or host <= there else "fault"
         of = "not given" if there is None else format_bytes(there)
         found.append(Check(level, "host memory", f"{format_bytes(host)} of weights are kept there; the host's is {of}"))
+        on_cpu = [row for row in rows if holder_of(row.phase, settings)[1].device_type == "cpu"]
+        if on_cpu:
+            rates = self.times.rates
+            took = ", ".join(f"{row.phase} {row.seconds:.2f} s" for row in on_cpu)
+            said = f"{took} at {rates.cpu_flops / 1e12:.3g} TFLOP/s ({rates.cpu_source})"
+            found.append(Check("ok", "time on the CPU", said))
         return found
 
     def _second_copies(self, settings: Settings) -> str:
@@ -185,7 +191,8 @@ class OurEngine:
         return self.layouts.place(settings, {role: self.devices_of(settings, role) for role in settings.roles})
 
     def _step_seconds(self, rows: list[PhaseBytes], settings: Settings, placed: Mapping[Role, Placed]) -> float:
-        """The sum over phases; with roles side by side, over stages, of the set of GPUs that takes longest."""
+        """The sum over phases, as the trainer scores on the CPU too before it goes on; with roles side by side, over stages,
+        of the set of GPUs that takes longest, or of what is on the CPU."""
         seconds = {row.phase: self._time(row, settings, placed).seconds for row in rows}
         if not self.side_by_side:
             return sum(seconds.values())
@@ -200,14 +207,16 @@ class OurEngine:
         return total
 
     def _time(self, row: PhaseBytes, settings: Settings, placed: Mapping[Role, Placed]) -> PassTime:
-        return self._of_held(row.phase, settings, placed[holder_of(row.phase, settings)[0]])
+        return self._of_held(row.phase, settings, placed.get(holder_of(row.phase, settings)[0]))
 
-    def seconds_of(self, phase: str, settings: Settings, held: Placed) -> float:
-        """Of a phase on the GPUs of `held`."""
+    def seconds_of(self, phase: str, settings: Settings, held: Placed | None) -> float:
+        """Of a phase on the GPUs of `held`, None of a role on the CPU."""
         return self._of_held(phase, settings, held).seconds
 
-    def _of_held(self, phase: str, settings: Settings, held: Placed) -> PassTime:
+    def _of_held(self, phase: str, settings: Settings, held: Placed | None) -> PassTime:
         own = holder_of(phase, settings)[1]
+        if held is None:
+            return self.times.of(phase, own, [])
         if has_copies(own):
             own = as_run(own, len(held.runs), self.workload)
             return copies_seconds(self.times, phase, own, held, self.workload)

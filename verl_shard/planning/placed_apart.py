@@ -37,6 +37,11 @@ def _search(engine: OurEngine, settings: Settings) -> PlacementSearch:
         memory=min(limit_of(gpu.card) for gpu in engine.inventory.gpus),
         pinned=pinned,
         counts=_counts(engine),
+        beside={
+            role: {phase: engine.seconds_of(phase, settings, None) for phase in _phases(settings, role)}
+            for role, own in settings.roles.items()
+            if role not in apart and own.device_type == "cpu"
+        },
     )
 
 

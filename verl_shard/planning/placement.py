@@ -54,7 +54,8 @@ class PlacedSet:
 
 @dataclass(frozen=True)
 class Placement:
-    """Sets of roles on GPUs. stage_s: seconds of each stage. bound_by: the roles of the set that a stage waits for."""
+    """Sets of roles on GPUs. stage_s: seconds of each stage. bound_by: the roles of the set, or those without GPUs, that a
+    stage waits for."""
 
     sets: tuple[PlacedSet, ...]
     step_s: float
@@ -112,6 +113,7 @@ def search_placement(
     pinned: Mapping[str, Sequence[int]] | None = None,
     transfers: Mapping[tuple[str, str], float] | None = None,
     counts: Collection[int] | None = None,
+    beside: Mapping[str, Mapping[str, float]] | None = None,
     n_runners_up: int = 3,
     method: Literal["auto", "exact", "milp"] = "auto",
     time_limit_s: float = 8.0,
@@ -127,6 +129,8 @@ def search_placement(
     together, apart: pairs of roles that must, and that must not, be in one set.
     pinned: GPU ids that a role is on, in its order. Its set has these and no others; roles without ids may join.
     counts: the numbers of GPUs that a set without ids may get; by default gpu_counts.
+    beside: of roles that have no GPU the seconds of each phase. They are on one CPU, one after the other, and work beside
+        all sets.
     transfers: seconds that weight_sync takes longer when the two roles are not in one set, as for copying weights.
     method: "auto" looks at every placement up to EXACT_GPUS GPUs and EXACT_ROLES roles (those that are together count
         once), and beyond solves a program that takes at most about `time_limit_s` seconds.
@@ -152,6 +156,7 @@ def search_placement(
         pins,
         moves,
         tuple(sorted(counts or ())),
+        dict(beside or {}),
     )
     rules.check()
     everyone = (1 << len(groups)) - 1
@@ -178,9 +183,15 @@ def _placement(rules: Rules, choice: Choice) -> Placement:
         peak, fullest = rules.peak(roles, len(gpus))
         seconds = rules.seconds(roles, len(gpus))
         sets.append(PlacedSet(roles, gpus, seconds, peak, fullest, rules.overrun(peak)))
-    slowest = {stage: max(sets, key=lambda placed: placed.seconds[stage]) for stage in STAGES}
-    stage_s = {stage: placed.seconds[stage] for stage, placed in slowest.items()}
-    bound_by = {stage: placed.roles for stage, placed in slowest.items() if stage_s[stage] > 0}
+    stage_s: dict[str, float] = {}
+    bound_by: dict[str, tuple[str, ...]] = {}
+    for stage in STAGES:
+        slowest = max(sets, key=lambda placed: placed.seconds[stage])
+        stage_s[stage] = max(slowest.seconds[stage], rules.seconds_beside(stage))
+        if stage_s[stage] > slowest.seconds[stage]:
+            bound_by[stage] = tuple(role for role, own in rules.beside.items() if set(own) & set(STAGES[stage]))
+        elif stage_s[stage] > 0:
+            bound_by[stage] = slowest.roles
     return Placement(tuple(sets), sum(stage_s.values()), stage_s, bound_by)
 
 

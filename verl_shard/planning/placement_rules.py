@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
 
@@ -90,6 +90,7 @@ class Rules:
     pinned: Mapping[str, tuple[int, ...]]
     transfers: Mapping[tuple[str, str], float]
     allowed: tuple[int, ...] = ()
+    beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def n_gpus(self) -> int:
@@ -136,6 +137,10 @@ class Rules:
         )
         return seconds
 
+    def seconds_beside(self, stage: str) -> float:
+        """Of a stage, what the roles without GPUs take, one after the other; no placement makes it shorter."""
+        return float(sum(own.get(phase, 0.0) for own in self.beside.values() for phase in STAGES[stage]))
+
     def peak(self, roles: Collection[str], count: int) -> tuple[int, str]:
         """See peak_of."""
         return peak_of({role: self.costs[role, count] for role in roles})
@@ -159,7 +164,8 @@ class Rules:
         return Column(
             members,
             count,
-            seconds=tuple(self.seconds(roles, count).values()),
+            # The slowest of sets that are no faster than what is beside them is the slowest of all.
+            seconds=tuple(max(s, self.seconds_beside(stage)) for stage, s in self.seconds(roles, count).items()),
             overrun=self.overrun(self.peak(roles, count)[0]),
             position=count * sum(self.roles.index(role) for role in roles),
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from verl_shard.common.errors import ConfigError, Finding, config_error
 from verl_shard.common.files import write_whole
+from verl_shard.common.notices import notice
 from verl_shard.config.cards import Card
 
 SCHEMA = "verl_shard/bench-rates/1"
@@ -36,6 +37,15 @@ DECODE_S = 17.9e-6
 """The same for one token of transformers' `generate`, cache and all."""
 TOKEN_S = 0.62e-3
 """Seconds of the host for each token of `generate` beside the model: masks, the choice of the token, stopping."""
+CPU_FLOPS = 2.04e12
+"""FLOP/s of a model that scores on the host's CPU in bf16, its element-wise operations in it. From one measurement, of whole
+steps (docs/results/h200_elastic.json: 16 cores beside an H200, a Qwen2 0.5B scores 16 x 512 tokens, 6.223e12 FLOPs): with it
+on the CPU a step took 7.420 s, with it on the GPU 4.675 s. On the CPU it worked beside 0.230 s of the GPU's, and on the GPU it
+would have taken 0.076 s (both predicted), so that it took 7.420 - 4.675 + 0.076 + 0.230 = 3.052 s. It is not scaled with the
+number of cores: a plan does not know the host's, and nobody has measured another."""
+_CPU_REACHED = "as 16 cores beside an H200 reached"
+_LATER = {"cpu_flops": CPU_FLOPS}
+"""What files of before do not have, and what is used then."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Rates:
     kernel_s: seconds of the GPU for each kernel beside its work.
     forward_s, backward_s, recompute_s, decode_s: seconds of the host for each operation in a forward, in a backward or
     an optimizer's step, in a forward that checkpointing repeats, and in generation. token_s: for each token beside these.
+    cpu_flops: FLOP/s of a whole forward on the host's CPU, in 16 bits; other precisions are counted alike.
     Raises ConfigError for what is no positive number; the times may be zero.
     """
 
@@ -65,12 +76,19 @@ class Rates:
     recompute_s: float = RECOMPUTE_S
     decode_s: float = DECODE_S
     token_s: float = TOKEN_S
+    cpu_flops: float = CPU_FLOPS
     source: str = "given"
 
     def __post_init__(self) -> None:
         faults = [fault for field in NUMBERS if (fault := _fault(field, getattr(self, field))) is not None]
         if faults:
             raise ConfigError(faults)
+
+    @property
+    def cpu_source(self) -> str:
+        """Where the rate of the CPU is from; the default's is another than the GPU's."""
+        other = f"{_CPU_REACHED}; verl-shard bench rates measures another host"
+        return other if self.cpu_flops == CPU_FLOPS else self.source
 
     @classmethod
     def of(cls, card: Card) -> Rates:
@@ -88,7 +106,10 @@ class Rates:
 
     @classmethod
     def load(cls, path: str | Path) -> Rates:
-        """What `verl-shard bench rates --out` wrote. Raises ConfigError when the file is no such thing."""
+        """What `verl-shard bench rates --out` wrote; a notice says what a file of before does not have.
+
+        Raises ConfigError when the file is no such thing.
+        """
         where = f"rates {path}"
         fix = "Make one with verl-shard bench rates --out FILE"
         try:
@@ -100,15 +121,19 @@ class Rates:
             raise config_error("bad-rates", where, schema, f"its schema is not {SCHEMA}", fix)
         given = content.get("rates")
         known = {field.name for field in fields(cls)}
-        if not isinstance(given, dict) or known ^ set(given):
+        if not isinstance(given, dict) or (known - set(_LATER)) - set(given) or set(given) - known:
             missing = sorted(known - set(given or ()))
             unknown = sorted(set(given or ()) - known)
             why = f"missing are {', '.join(missing) or 'none'}, unknown are {', '.join(unknown) or 'none'}"
             raise config_error("bad-rates", where, None, why, fix)
         try:
-            return cls(**given)
+            made = cls(**given)
         except ConfigError as error:
             raise ConfigError([replace(fault, where=f"{where}: {fault.where}") for fault in error.findings]) from None
+        for name in sorted(set(_LATER) - set(given)):
+            why = "the file is of before this was measured, and verl-shard bench rates --out makes a new one"
+            notice("rate-not-measured", f"{where}: {name}", None, why, f"{_LATER[name]:.3g}, {_CPU_REACHED},")
+        return made
 
     def save(self, path: Path, machine: Mapping[str, Any]) -> None:
         """Writes JSON that `load` reads; machine: what they were measured on."""

@@ -14,7 +14,14 @@ from verl_shard.memory.recording import WEIGHTS
 from verl_shard.models.decoding import CAPTURED, GRAPH_STEPS, takes_ready_masks
 from verl_shard.planning.models import Models, pass_of
 from verl_shard.planning.rates import Rates
-from verl_shard.planning.times import PassTime, generate_seconds, host_copy_seconds, optimizer_seconds, pass_seconds
+from verl_shard.planning.times import (
+    PassTime,
+    cpu_seconds,
+    generate_seconds,
+    host_copy_seconds,
+    optimizer_seconds,
+    pass_seconds,
+)
 
 
 @dataclass
@@ -29,11 +36,13 @@ class StepTimes:
     def of(self, phase: str, own: RoleConfig, stages: Sequence[tuple[int, int]], *, streamed: bool = False) -> PassTime:
         """One phase of one step, all its micro-batches, mini-batches and epochs.
 
-        own: of the role whose module runs. stages: the Blocks of each of its GPUs. streamed: its weights come over from
-        the host for each micro-batch, while the one before is worked on: the longer of the two counts.
+        own: of the role whose module runs. stages: the Blocks of each of its GPUs, none of a role that scores on the CPU.
+        streamed: its weights come over from the host for each micro-batch, while the one before is worked on: the longer of
+        the two counts.
         """
         wanted = pass_of(phase, own, self.workload)
-        key = (phase, id(own.model) if not isinstance(own.model, str) else own.model, wanted, tuple(stages), streamed)
+        model = own.model if isinstance(own.model, str) else id(own.model)
+        key = (phase, model, wanted, tuple(stages), streamed, own.device_type)
         if key not in self._known:
             self._known[key] = self._made(phase, own, stages, streamed)
         return self._known[key]
@@ -52,6 +61,9 @@ class StepTimes:
             return made * ceil(w.sequences / at_once)
         share = w.mean_sequence_length / w.sequence_length
         n_micro = ceil(w.sequences / at_once)
+        if own.device_type == "cpu":
+            assert wanted.phase == "forward", "what is trained beside GPUs is on them"
+            return cpu_seconds(traced, self.rates, n_micro=n_micro) * share
         epochs = w.ppo_epochs if phase.startswith("update") else 1
         made = pass_seconds(traced, wanted, self.rates, stages=stages, n_micro=n_micro) * (share * epochs)
         if phase.startswith("update"):

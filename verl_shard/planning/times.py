@@ -27,7 +27,8 @@ Stages = Sequence[tuple[int, int]]
 class PassTime:
     """Seconds of something, and of what they are made; these overlap, and do not add up to it.
 
-    compute_s, memory_s: of the GPUs, in operations that arithmetic or memory bounds. host_s: of the host, launching.
+    compute_s, memory_s: of the GPUs, in operations that arithmetic or memory bounds; compute_s of the CPU where a role is
+    there. host_s: of the host, launching on GPUs.
     copy_s: between GPUs. idle_s: in which a pipeline's slowest stage waits for the others.
     """
 
@@ -92,6 +93,18 @@ def pass_seconds(
     more = _Part(0.0, sum(adding), 0.0)
     in_order = [*one, *([more, *one] * (n_micro - 1))]
     return _in_turn(in_order, hop_s * n_micro)
+
+
+def cpu_seconds(traced: Trace, rates: Rates, *, n_micro: int = 1) -> PassTime:
+    """Forwards of `n_micro` micro-batches on the host's CPU, one after the other: their FLOPs / cpu_flops.
+
+    traced: of one micro-batch, phase "forward". Nothing is launched on a GPU, and reading the weights is no part of its own:
+    a token takes 2 FLOPs for each of their 2 bytes, so that at 2e12 FLOP/s and 1e11 bytes/s some twenty tokens in a
+    micro-batch already take longer to compute than the weights to read.
+    """
+    work = traced.recording.work
+    seconds = n_micro * float(work.flops[work.phases == FORWARD].sum()) / rates.cpu_flops
+    return PassTime(seconds=seconds, compute_s=seconds)
 
 
 def optimizer_seconds(traced: Trace, rates: Rates, *, stages: Stages | None = None) -> PassTime:
