@@ -15,9 +15,14 @@ from verl_shard.bench.elastic_roles import Load
 from verl_shard.bench.machine import named_config
 from verl_shard.config.cards import CARDS, find_card
 from verl_shard.config.inventory import Inventory
+from verl_shard.config.workload import Workload
 from verl_shard.planning.build import build_plan
+from verl_shard.planning.models import Models
+from verl_shard.planning.ours import OurEngine
+from verl_shard.planning.placed_apart import placement_of
 from verl_shard.planning.plan import Plan
 from verl_shard.planning.rates import CPU_FLOPS, Rates
+from verl_shard.planning.settings import fill, read_roles
 
 SEQUENCES, PROMPT, RESPONSE, MICRO = 12, 48, 80, 4
 WORK: dict[str, Any] = {
@@ -77,6 +82,17 @@ def test_one_phase_follows_the_other_but_for_roles_side_by_side() -> None:
     assert list(seconds(beside)) == ["generate", "reward", "old_log_prob", "update_actor"]
     assert 0 < seconds(beside)["old_log_prob"] < seconds(beside)["reward"]
     assert beside.step_seconds == pytest.approx(on_cpu.step_seconds - seconds(beside)["old_log_prob"])
+
+
+def test_the_search_for_a_placement_knows_what_is_on_the_cpu() -> None:
+    given = {"model": small_qwen2(num_labels=1), "micro_batch_size": MICRO, "device_type": "cpu"}
+    work = Workload(**WORK)
+    settings = fill(read_roles({"actor": small_qwen2(), "reward": given}), work)
+    engine = OurEngine(work, Inventory.declared(1, card="h200"), Models(), RATES, side_by_side=True)
+    best = placement_of(engine, settings).best
+    assert best.stage_s["preparation"] == pytest.approx(3 * flops(MICRO, PROMPT + RESPONSE) / 1e9, rel=1e-12)
+    assert best.bound_by["preparation"] == ("reward",)
+    assert best.step_s == pytest.approx(engine.evaluate(settings).seconds)
 
 
 def test_two_scorers_share_the_one_cpu() -> None:
