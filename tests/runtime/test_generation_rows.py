@@ -7,12 +7,14 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from accelerate.hooks import remove_hook_from_submodules
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module, remove_hook_from_submodules
 from shapes import small_qwen2
 from transformers.cache_utils import DynamicCache
 
@@ -23,10 +25,11 @@ from verl_shard.runtime.dispatch import input_device
 from verl_shard.runtime.generation import generate
 from verl_shard.runtime.generation_attention import NAME, grouped_decoding, one_token_attention
 from verl_shard.runtime.generation_cache import RowsCache, RowsLayer
-from verl_shard.runtime.generation_graph import capture_on, capture_on_gpu
+from verl_shard.runtime.generation_graph import capture_on, capture_on_gpu, why_not_fixed
 from verl_shard.runtime.generation_prefill import divided, prefill_groups
 from verl_shard.runtime.generation_rows import RowDecoder, why_not_rows
 from verl_shard.runtime.generation_sampling import Response, Sampling
+from verl_shard.runtime.offload import Offload
 from verl_shard.runtime.packed import use_packed_sdpa
 from verl_shard.runtime.pipeline import dispatch_model
 
@@ -183,8 +186,24 @@ def test_an_offloaded_model_reads_its_weights_once_for_all_prompts(monkeypatch: 
 
     # Apart they are 800 + 400 + 2 * 3 tokens and three forwards, together 3,200 and one.
     assert prefills() == 3
-    monkeypatch.setattr(model, "_verl_shard_offload", object(), raising=False)
+    cpu_offload(model, CPU)
+    told = Offload("cpu_offload", "a test")
+    monkeypatch.setitem(model.__dict__, "_verl_shard_offload", told)
     assert prefills() == 1
+    # Where nothing is offloaded, and where accelerate has undone it since, nothing comes with a forward.
+    monkeypatch.setitem(model.__dict__, "_verl_shard_offload", replace(told, how="none"))
+    assert prefills() == 3
+    monkeypatch.setitem(model.__dict__, "_verl_shard_offload", told)
+    remove_hook_from_module(model, recurse=True)
+    assert prefills() == 3
+
+
+def test_a_model_of_which_nothing_is_offloaded_has_steps_of_a_fixed_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal(small_qwen2())
+    cache = RowsCache(DynamicCache(config=model.config))
+    assert why_not_fixed(model, cache, positions=True) is None
+    monkeypatch.setitem(model.__dict__, "_verl_shard_offload", Offload("none", "a test"))
+    assert why_not_fixed(model, cache, positions=True) is None
 
 
 def test_steps_of_a_fixed_shape_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

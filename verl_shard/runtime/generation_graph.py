@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from verl_shard.models.decoding import CAPTURED, attention_of_decoder, takes_ready_masks
 from verl_shard.runtime.generation_cache import RowsCache
+from verl_shard.runtime.offload import offload_of
 
 FEWEST_STEPS = 8
 """That a graph is made for: it runs a step beside the stream and once more to record it, which takes what three do."""
@@ -18,11 +20,17 @@ Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], tor
 """Takes a step, runs it, and returns what runs it again and the tensor in which its result then is."""
 
 
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether a model's weights come to the device with every forward."""
+    told = offload_of(model)
+    return told is not None and told.how != "none"
+
+
 def why_not_fixed(model: Any, cache: RowsCache, positions: bool) -> str | None:
     """Why the steps of a model cannot have a fixed shape and be captured, or None when they can. positions: it takes them."""
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "it is on several devices"
-    if any(hasattr(module, "_hf_hook") for module in model.modules()) or "_verl_shard_offload" in vars(model):
+    if any(hasattr(module, "_hf_hook") for module in model.modules()) or is_offloaded(model):
         return "its modules have hooks"
     if any(cache.is_sliding):
         return "it has layers that see a window"

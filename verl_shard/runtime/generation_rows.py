@@ -16,7 +16,7 @@ from verl_shard.common.notices import notice
 from verl_shard.models.decoding import CAPTURED, GRAPH_STEPS, SDPA, attention_of_decoder, takes_ready_masks
 from verl_shard.runtime.generation_attention import grouped_decoding
 from verl_shard.runtime.generation_cache import RowsCache, dynamic_bytes, rows_can_come_and_go
-from verl_shard.runtime.generation_graph import FEWEST_STEPS, Capture, FixedStep, why_not_fixed
+from verl_shard.runtime.generation_graph import FEWEST_STEPS, Capture, FixedStep, is_offloaded, why_not_fixed
 from verl_shard.runtime.generation_prefill import FORWARD_TOKENS, MOST_TOKENS, divided, prefill_groups
 from verl_shard.runtime.generation_sampling import Response, Sampling, choose, penalize, uniforms_of, warpers
 from verl_shard.runtime.ladder import is_out_of_memory, one_line
@@ -169,8 +169,7 @@ class RowDecoder:
         for request in requests:
             places.setdefault(tuple(self.prompts[request]), []).append(request)
         prompts = list(places)
-        offloaded = "_verl_shard_offload" in vars(self._base)
-        forward_tokens, most = (_OFFLOADED_FORWARD,) * 2 if offloaded else (FORWARD_TOKENS, MOST_TOKENS)
+        forward_tokens, most = (_OFFLOADED_FORWARD,) * 2 if is_offloaded(self._base) else (FORWARD_TOKENS, MOST_TOKENS)
         groups = prefill_groups([len(prompt) for prompt in prompts], forward_tokens=forward_tokens)
         parts = [part for group in groups for part in divided(group, len(prompts[group.start]), most)]
         return torch.cat([self._prefill([(prompts[i], places[prompts[i]]) for i in part]) for part in parts])
