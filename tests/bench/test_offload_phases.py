@@ -14,6 +14,7 @@ from shapes import small_qwen2
 from typer.testing import CliRunner
 
 from verl_shard.bench import offload_phases
+from verl_shard.bench.offload import GpuMeter
 from verl_shard.bench.offload_phases import (
     Folders,
     PhaseRow,
@@ -73,6 +74,18 @@ def test_what_was_not_collected_yet_is_not_counted() -> None:
         gc.enable()
     assert [(row.peak, row.idle, row.freed) for row in rows] == [(35, 30, 0), (7, 2, 28)]
     assert other.size == 1000
+
+
+def test_what_a_phase_before_left_in_a_cycle_goes_before_memory_is_looked_at() -> None:
+    meter = Meter()
+    gc.disable()
+    try:
+        Weights(70, meter)
+        assert meter.held() == 70
+        GpuMeter().empty()
+        assert meter.held() == 0
+    finally:
+        gc.enable()
 
 
 def test_the_table_shows_what_is_freed() -> None:
