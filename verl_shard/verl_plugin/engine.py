@@ -234,9 +234,11 @@ class DeviceMapEngine(FSDPEngine):
         step = ENGINES.get("actor", self).step
         pieces = self.pieces[phase]
 
+        share = 1.0 if self.copies is not None else self._batches().share_of_logits(data, loss_function)
+
         def run(cut: TensorDict) -> Any:
             with several_calls(self.module, each=_calls(cut)):
-                return self._batches().run(cut, loss_function, forward_only=forward_only)
+                return self._batches().run(cut, loss_function, forward_only=forward_only, logits=share)
 
         with record_memory(self.engine_config.role, phase, step) as record:
             if self.copies is not None:
@@ -245,7 +247,6 @@ class DeviceMapEngine(FSDPEngine):
                 if self.copies.remedies:
                     record["remedies"] = self.copies.remedies
                 return made
-            share = self._batches().share_of_logits(data, loss_function)
             output = pieces.run(run, data, lambda: self._batches().at, logits=share)
             record["in_flight"] = self._batches().most
             if pieces.ladder.taken:

@@ -67,8 +67,13 @@ class MicroBatches:
         self.at: dict[str, Any] = {}
         """The micro-batch worked on last: "rows" of the mini-batch, and their "tokens"."""
 
-    def run(self, data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool) -> Any:
-        """FSDPEngine.forward_backward_batch of verl 0.9, whose forwards go on while losses are computed."""
+    def run(
+        self, data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool, logits: float = 1.0
+    ) -> Any:
+        """FSDPEngine.forward_backward_batch of verl 0.9, whose forwards go on while losses are computed.
+
+        logits: see share_of_logits; of these rows at least.
+        """
         engine, data = self._engine, on_host(data)
         tu.assign_non_tensor(
             data, sp_size=1, dp_size=engine.get_data_parallel_size(), batch_num_tokens=self._tokens(data)
@@ -106,7 +111,7 @@ class MicroBatches:
                 len(batches),
                 forward,
                 finish,
-                window=self._window(batches.tokens, data, loss_function, forward_only=forward_only),
+                window=self._window(batches.tokens, data, logits, forward_only=forward_only),
                 backward=None if forward_only else backward,
             )
         for output in made:  # only now: each of these waits for a GPU
@@ -183,9 +188,7 @@ class MicroBatches:
         """Before memory is looked at: as many as are asked for."""
         return Window(self.pipe, self.in_flight, forward_only=forward_only)
 
-    def _window(
-        self, tokens: list[list[int]], data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool
-    ) -> Window:
+    def _window(self, tokens: list[list[int]], data: TensorDict, logits: float, *, forward_only: bool) -> Window:
         pipe, free = self.pipe, self._free
         fewer = tu.get_non_tensor_data(data=data, key=IN_FLIGHT, default=None)
         if pipe is None or fewer is not None:
@@ -195,7 +198,7 @@ class MicroBatches:
         if free is None:
             return Window(pipe, "auto", meant_for_others=self._unmade(pipe))
         packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
-        trace = self._trace(tokens, packed, self.share_of_logits(data, loss_function))
+        trace = self._trace(tokens, packed, logits)
         return Window(pipe, "auto", limits=free, beside_one=True, trace=trace, model=self._engine.module)
 
     def _unmade(self, pipe: RootHook) -> dict[Any, int]:
