@@ -10,7 +10,14 @@ import pytest
 from verl_shard.config.cards import find_card
 from verl_shard.diagnosis.doctor_machine import read_machine
 from verl_shard.resources import limits
-from verl_shard.resources.limits import HostMemory, Limits, available_host_memory, host_memory, read_limits
+from verl_shard.resources.limits import (
+    HostMemory,
+    Limits,
+    available_host_memory,
+    host_memory,
+    read_limits,
+    usable_cores,
+)
 from verl_shard.resources.probe import probe
 from verl_shard.runtime.pinned import room_to_pin
 
@@ -75,6 +82,20 @@ def test_version_1(tmp_path: Path) -> None:
     of = own(tmp_path, "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n1:name=systemd:/docker/x\n0::/docker/x\n")
     assert read_limits(root, of) == Limits(4.0, 64000, 60000)
     assert read_limits(root, own(tmp_path, "4:memory:/\n3:cpu,cpuacct:/\n")) == Limits(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [(None, 6), ("max 100000", 6), ("250000 100000", 3), ("50000 100000", 1), ("900000 100000", 6)]
+)
+def test_cores_are_those_that_may_be_run_on_within_the_quota(
+    quota: str | None, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 threads on the two CPUs of a container take several times as long as two."""
+    root = write(tmp_path / "v2", {"pod/cpu.max": f"{quota}\n"} if quota else {"pod/other": ""})
+    monkeypatch.setattr(limits, "GROUPS", root)
+    monkeypatch.setattr(limits, "OWN", own(tmp_path, "0::/pod\n"))
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda pid: set(range(6)))
+    assert usable_cores() == cores
 
 
 def test_host_memory_is_the_least_of_the_machine_and_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

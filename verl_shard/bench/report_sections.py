@@ -73,6 +73,8 @@ def _offload_advice(record: Mapping[str, Any]) -> Section:
 
 def _elastic(record: Mapping[str, Any]) -> Section:
     shown = [_of_rich(elastic.elastic_table(record))]
+    if any(row.get("phases") for row in record["rows"]):
+        shown.append(_of_rich(elastic.phases_table(record)))
     return Section("Where the components are", shown, elastic.draw, left_out_words(record))
 
 

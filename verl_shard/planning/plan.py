@@ -41,6 +41,7 @@ class PlannedRole:
 class PlannedPhase:
     """A phase of the step. peaks: bytes by GPU that torch allocates at most. reserved: on the fullest GPU, what its
     allocator takes from the driver. parts: what the fullest GPU's peak is made of. unmeasured: parts that nobody measured.
+    Of a role on the CPU, peaks are what the others hold.
     """
 
     phase: str

@@ -23,6 +23,7 @@ from verl_shard.quickstart.check_reward_model import check_reward_model
 from verl_shard.quickstart.model_reward import hand_over_model
 from verl_shard.quickstart.options import QuickstartOptions
 from verl_shard.quickstart.watch import watching
+from verl_shard.resources.limits import usable_cores
 from verl_shard.verl_plugin.fork_server import ForkServer, can_fork, fork_server
 from verl_shard.verl_plugin.launch import environment, run_verl
 from verl_shard.verl_plugin.overrides import RunSettings, to_overrides
@@ -41,7 +42,7 @@ def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
     run, options = open_run(given)
     device = prepare.choose_device(options.gpus)
     # The processes of a run compute in turn, so each may have all cores.
-    env = environment(cpu=device.cpu, threads=os.cpu_count() or 1)
+    env = environment(cpu=device.cpu, threads=usable_cores())
     if not own_policy:
         del env["OMP_WAIT_POLICY"]
     new = run is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +79,13 @@ def available_host_memory() -> int | None:
     with contextlib.suppress(OSError):
         return host_memory().available
     return None
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, within what its control groups allow: of so many, threads make sense."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = read_limits().cpus
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def _memberships(own: Path) -> Iterator[tuple[list[str], str]]:

@@ -128,6 +128,11 @@ class ScoringModel:
         """The model, or the first of its copies."""
         return self._copies[0].model
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where the inputs of each copy go."""
+        return [copy.device for copy in self._copies]
+
     def score(self, conversations: Sequence[Conversation]) -> list[float]:
         """A score for the last message of each conversation, in their order.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_shard.common.errors import config_error
 from verl_shard.config.run_folder import Launch, RunFolder, whole_checkpoints
+from verl_shard.resources.limits import usable_cores
 from verl_shard.training.callbacks import progress_line
 from verl_shard.training.handed_reward import hand_over as hand_over
 
@@ -34,7 +35,7 @@ def run_launch(
     from verl_shard.verl_plugin.launch import environment, run_verl
 
     # Its processes compute in turn, so each may have all cores.
-    env = environment(cpu=cpu, threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    env = environment(cpu=cpu, threads=int(os.environ.get("OMP_NUM_THREADS") or usable_cores()))
     env.setdefault("TENSORBOARD_DIR", str(run.path / "tensorboard"))
     (run.path / "overrides.txt").write_text("\n".join(overrides) + "\n", encoding="utf-8")
     hydra = [f"hydra.run.dir={run.path / 'launches' / f'{launch.number}.hydra'}", "hydra.output_subdir=."]

@@ -21,6 +21,7 @@ from verl_shard.common.errors import RunError
 from verl_shard.common.files import JsonTail
 from verl_shard.common.notices import RUN_DIR_VARIABLE, record_event
 from verl_shard.config.run_folder import Launch, RunFolder
+from verl_shard.resources.limits import usable_cores
 from verl_shard.verl_plugin.fork_server import LAUNCH_MARK, ForkServer
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def environment(*, cpu: bool, threads: int) -> dict[str, str]:
     # Ray changes neither the number of threads nor, below, which GPUs a worker sees.
     env["OMP_NUM_THREADS"] = str(threads)
     # TransferQueue asks for eight, and warns several times a step when there are fewer.
-    env.setdefault("TQ_NUM_THREADS", str(min(8, os.cpu_count() or 1)))
+    env.setdefault("TQ_NUM_THREADS", str(min(8, usable_cores())))
     # Ray gives its workers the lowest priority but four: beside anything else that runs they would starve.
     env.setdefault("RAY_worker_niceness", "0")
     env["RAY_DEDUP_LOGS"] = "0"
@@ -199,7 +200,7 @@ def run_plan(plan: Plan, overrides: Sequence[str], run: RunFolder, on_record: Ca
     Raises RunError with what went wrong when it fails.
     """
     ranks = 1 if plan.backend == "device_map" else len(plan.inventory.nodes[0].cards)
-    env = environment(cpu=False, threads=max(1, (os.cpu_count() or 1) // ranks))
+    env = environment(cpu=False, threads=max(1, usable_cores() // ranks))
     alone = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
     if plan.backend != "device_map" and alone not in os.environ:
         del env[alone]  # there each process sees the one GPU that is its own

@@ -22,6 +22,7 @@ from verl_shard.common.errors import RunError
 from verl_shard.common.notices import run_dir
 from verl_shard.runtime.scoring_model import ScoringModel
 from verl_shard.verl_plugin.reward.batches import Batches
+from verl_shard.verl_plugin.reward.threads import take_cores
 
 LOOK_S = 5.0
 """How often the actor looks for the workers that it scores for."""
@@ -52,6 +53,7 @@ class RewardActor:
         if self._model is None:
             try:
                 self._model = ScoringModel(self._path, **self._settings)
+                take_cores(self._model)
             except Exception as error:
                 # All workers are told the same; none has it tried again.
                 self._broken = error

@@ -12,6 +12,7 @@ from verl.workers.rollout.utils import run_uvicorn
 from verl_shard.common.errors import ShardError
 from verl_shard.runtime.scoring_model import TRAINING, ScoringModel
 from verl_shard.verl_plugin.reward.batches import Batches
+from verl_shard.verl_plugin.reward.threads import take_cores
 
 Answer = dict[str, Any]
 
@@ -35,6 +36,7 @@ class RewardServer:
         """Loads the model, and serves it from then on; the address. Raises ConfigError as ScoringModel."""
         # On a thread of its own: Ray's are too small for a model.
         self._model = await asyncio.to_thread(ScoringModel, self._path, **self._settings)
+        take_cores(self._model)
         host = ray.util.get_node_ip_address().strip("[]")
         port, self._serving = await run_uvicorn(self._app(), None, host)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
