@@ -112,7 +112,7 @@ def test_the_parts_of_a_phase_are_its_peak(roomy: Plan) -> None:
 def test_states_stay_while_an_actor_scores() -> None:
     alone = plan(workload={"algorithm": "grpo", "kl": "none"})
     (row,) = [row for row in alone.phases if row.phase == "old_log_prob"]
-    given = {"batch_size": 4, **PASS}
+    given = {"batch_size": 4, "one_device": True, **PASS}
     forward = estimate_memory(small_qwen2(), phase="forward", precision="bf16-mixed", trainable=True, **given)
     states = estimate_memory(small_qwen2(), phase="train", **given).optimizer
     # Autograd's thread has kept its workspace since the first update.

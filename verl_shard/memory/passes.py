@@ -36,9 +36,10 @@ class PassSpec:
     logits_to_keep: compute the logits of so many last positions of each sequence only; None is all.
     new_tokens: for "generate", the tokens that follow the seq_len of the prompt.
     loss: "causal-lm" is transformers' own (logits in fp32); "value" is a clipped value loss; "ppo" takes the
-        log-probability of each token and a clipped ratio; "verl-ppo" takes them as verl's engine does, from a copy of
-        the logits, when scoring with their entropy, "verl-fused" as with use_fused_kernels, which makes logits for 512
-        tokens at a time; by default by what the model computes.
+        log-probability of each token and a clipped ratio; "verl-ppo" takes them as our verl engine does, under autocast,
+        of padded rows from a copy of the logits that takes their place, and when scoring a trainable model with their
+        entropy; "verl-fused" as with use_fused_kernels, which makes logits for 512 tokens at a time; by default by what
+        the model computes.
     accumulating: an optimizer step of several micro-batches: gradients of the first are there while the next runs.
     padded: sequences of different lengths in one batch: attention has a mask, which fused kernels take as a bias.
     packed: the batch_size sequences of seq_len tokens are one row of batch_size x seq_len, with positions that begin
@@ -48,6 +49,8 @@ class PassSpec:
         backward. Generation is not packed.
     trainable: for "forward" and "generate": weights are an actor's or critic's between two updates; under autocast they
         are then held in bf16 too, once and for the whole pass.
+    one_device: the whole model is on one device. Our verl engine then leaves autocast between forward and loss, and lets go of
+        its casts of the weights; over several devices they stay for the next micro-batch. For "verl-ppo" and "value".
     in_flight: micro-batches between the begin of their forward and the end of their backward at a time. Later GPUs of a
         map hold fewer (memory/in_flight.py).
 
@@ -70,6 +73,7 @@ class PassSpec:
     padded: bool = False
     packed: bool = False
     trainable: bool = False
+    one_device: bool = False
 
     def __post_init__(self) -> None:
         faults = [
@@ -92,7 +96,7 @@ class PassSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 faults.append(_fault(name, value, "a whole number of 0 or more is needed", "Give 0 or more"))
-        for name in ("gradient_checkpointing", "accumulating", "padded", "packed", "trainable"):
+        for name in ("gradient_checkpointing", "accumulating", "padded", "packed", "trainable", "one_device"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 faults.append(_fault(name, value, "not a bool", "Use True or False"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,14 +52,14 @@ def train(running: Running) -> Ran:
     """Forward and backward of one micro-batch, and the optimizer's step."""
     recorder, wanted = running.recorder, running.wanted
     ran = Ran([("forward", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
-    mixed = wanted.used_precision == "bf16-mixed"
     (given,) = running.inputs
     with _as_on_gpu(running), recorder, torch.enable_grad():
         before = _live(recorder)
-        with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
-            loss, output = _loss(running, given)
+        with ExitStack() as around:
+            around.enter_context(_autocast(wanted))
+            loss, output = _loss(running, given, around)
         if wanted.loss in ("verl-ppo", "verl-fused", "value"):
-            del output  # as our engine; in a plain loop its name outlives the backward
+            del output
         ran.kept = _live(recorder) - before
         ran.marks.append(("backward", len(recorder.events)))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -96,17 +96,32 @@ def score(running: Running) -> Ran:
     recorder, wanted = running.recorder, running.wanted
     ran = Ran([("forward", len(recorder.events))], np.zeros(recorder.n_blocks, dtype=np.int64))
     (given,) = running.inputs
-    mixed = wanted.used_precision == "bf16-mixed"
-    with _as_on_gpu(running), recorder, torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
-            if wanted.loss == "verl-fused":
-                output = _fused(running, given)
-            else:
-                output = _call(running, given)
-                if wanted.loss is not None:
-                    _loss_of(wanted.loss, output, given["input_ids"], packed=wanted.packed)
-        del output
+    with _as_on_gpu(running), recorder, torch.no_grad(), ExitStack() as around:
+        around.enter_context(_autocast(wanted))
+        if wanted.loss == "verl-fused":
+            output = _fused(running, given)
+            del output
+        else:
+            passed = [_call(running, given)]
+            if wanted.loss is not None:
+                _after_forward(running, around)
+                _loss_of(wanted.loss, passed, given["input_ids"], wanted)
+            del passed
     return ran
+
+
+def _autocast(wanted: PassSpec) -> AbstractContextManager[None]:
+    """Our engine has weights in bf16 under autocast too: log-probabilities of their logits are in fp32."""
+    engine = wanted.loss == "verl-ppo" and wanted.used_precision == "bf16"
+    mixed = wanted.used_precision == "bf16-mixed" or engine
+    return torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
+
+
+def _after_forward(running: Running, around: ExitStack) -> None:
+    """Leaves the autocast of the forward, whose casts of weights go with it, for one of the loss, where our engine does."""
+    if running.wanted.one_device:
+        around.close()
+        around.enter_context(_autocast(running.wanted))
 
 
 def generate(running: Running) -> Ran:
@@ -120,12 +135,11 @@ def generate(running: Running) -> Ran:
     (given,) = running.inputs
     takes = "logits_to_keep" in _parameters(module)
     keep: dict[str, Any] = {"logits_to_keep": 1, "use_cache": True} if takes else {"use_cache": True}
-    mixed = wanted.used_precision == "bf16-mixed"
     with (
         as_on_gpu(recorder.add_attention, recorder.add_product, padded=wanted.padded),
         recorder,
         torch.no_grad(),
-        torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext(),
+        _autocast(wanted),
     ):
         cache = DynamicCache(config=config)
         output = module(**given, past_key_values=cache, **keep)
@@ -225,8 +239,8 @@ def _kept(running: Running) -> dict[str, Any]:
     return {"logits_to_keep": slice(max(end - wanted.logits_to_keep, 0), end)}
 
 
-def _loss(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-    """The loss, and what the model returned."""
+def _loss(running: Running, given: Mapping[str, torch.Tensor], around: ExitStack) -> tuple[torch.Tensor, Any]:
+    """The loss, and what the model returned, where somebody holds it for longer. around: has the autocast of the forward."""
     wanted = running.wanted
     kind = wanted.loss or {"causal-lm": "causal-lm", "value": "value"}.get(running.spec.task)
     if kind == "verl-fused":
@@ -236,7 +250,11 @@ def _loss(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Te
     result = _call(running, {**given, "labels": given["input_ids"]} if own else given)
     if own and getattr(result, "loss", None) is not None:
         return result.loss, result
-    return _loss_of(kind, result, given["input_ids"], packed=wanted.packed), result
+    _after_forward(running, around)
+    passed = [result]
+    if kind in ("verl-ppo", "value"):  # as our engine; in a plain loop its name outlives the backward
+        result = None
+    return _loss_of(kind, passed, given["input_ids"], wanted), result
 
 
 def _fused(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,13 +272,21 @@ def _fused(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.T
     return FusedHead.apply(hidden, head.weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _loss_of(kind: str | None, result: Any, ids: torch.Tensor, *, packed: bool) -> torch.Tensor:
+def _loss_of(kind: str | None, passed: list[Any], ids: torch.Tensor, wanted: PassSpec) -> torch.Tensor:
+    """passed: what the model returned, which is taken out of it where our engine lets go of it."""
+    result = passed.pop()
     if kind == "causal-lm" and getattr(result, "logits", None) is not None:
         return token_loss(result.logits, ids)
     if kind == "ppo":
         return ppo_loss(result.logits, ids)
     if kind == "verl-ppo":
-        return verl_ppo_loss(result.logits, ids, entropy=not torch.is_grad_enabled(), packed=packed)
+        logits = result.logits
+        del result
+        if not wanted.packed:  # a copy without the padding takes the place of these (verl_plugin/engine_batches.py)
+            logits = torch.cat(list(logits))[None]
+        # verl asks for entropies with the old log-probabilities, and not with the reference's.
+        entropy = wanted.phase == "forward" and wanted.trainable
+        return verl_ppo_loss(logits, ids, entropy=entropy, packed=True)
     if kind == "value":
         return value_loss(result.logits)
     return other_loss(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,9 +75,10 @@ def pass_of(phase: str, own: RoleConfig, workload: Workload) -> PassSpec:
 
 @dataclass
 class Models:
-    """Reads and traces on demand."""
+    """Reads and traces on demand. one_device: of each role's model there is a whole on one GPU; see PassSpec."""
 
     trust_remote_code: bool = False
+    one_device: bool = False
     _read: dict[Any, tuple[ModelSpec, nn.Module]] = field(default_factory=dict)
     _traced: dict[Any, Trace] = field(default_factory=dict)
     _described: dict[int, tuple[nn.Module, Hashable | None]] = field(default_factory=dict)
@@ -103,6 +104,7 @@ class Models:
 
     def trace(self, own: RoleConfig, wanted: PassSpec) -> Trace:
         """A pass of the role's model. Raises ConfigError when it cannot be traced."""
+        wanted = replace(wanted, one_device=self.one_device)
         key = (_key(own.model), own.task, wanted)
         if key not in self._traced:
             spec, module = self.adapted(own, wanted)

@@ -40,6 +40,7 @@ class OurEngine:
     searched: dict[tuple[object, ...], PlacementSearch] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.models = replace(self.models, one_device=len(self.inventory) == 1)
         self.layouts = CopiedLayouts(self.models, self.workload, self.inventory)
         card = self.inventory.gpus[0].card
         self.times = StepTimes(self.models, self.workload, self.rates or Rates.of(card))

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +52,20 @@ IN_FLIGHT = "verl_shard_in_flight"
 """Key of a batch that is to be worked on with fewer micro-batches in flight than the engine would have."""
 
 
+@dataclass
+class Passed:
+    """A micro-batch and the model's output, which `take` lets go of: logits are copied without their padding, and need not be
+    there twice."""
+
+    prepared: Prepared
+    output: Any
+
+    def take(self) -> Any:
+        """The output, which is then the caller's alone."""
+        output, self.output = self.output, None
+        return output
+
+
 class MicroBatches:
     """Runs mini-batches on an engine's model. Kept from one to the next: what the model needs to be told."""
 
@@ -85,11 +100,11 @@ class MicroBatches:
         def begun(number: int) -> None:
             self.at = {"rows": batches.rows[number], "tokens": batches.tokens[number]}
 
-        def forward(number: int) -> tuple[Prepared, Any]:
+        def forward(number: int) -> Passed:
             begun(number)
             return self.forward(batches[number], loss_function)
 
-        def finish(number: int, passed: tuple[Prepared, Any]) -> torch.Tensor | None:
+        def finish(number: int, passed: Passed) -> torch.Tensor | None:
             del number
             loss, output = self.finish(passed, loss_function)
             if not keep_output:  # as verl: of a whole mini-batch they would fill the GPU
@@ -118,7 +133,7 @@ class MicroBatches:
             output["loss"] = float(output["loss"])
         return postprocess_batch_func(output_lst=made, indices=batches.indices, data=data)
 
-    def forward(self, micro_batch: TensorDict, loss_function: LossFunction | None) -> tuple[Prepared, Any]:
+    def forward(self, micro_batch: TensorDict, loss_function: LossFunction | None) -> Passed:
         """A micro-batch, which is on the host, and the model's output."""
         engine = self._engine
         device = input_device(engine.module) if self.pipe is None else None
@@ -126,17 +141,15 @@ class MicroBatches:
         prepared = prepare(engine, micro_batch, self._reading, device, responses=responses)
         whole = prepared.inputs.keys().isdisjoint(("position_ids", "attention_mask"))
         with engine.autocast(), whole_rows(whole):
-            return prepared, engine.module(**prepared.inputs, use_cache=False)
+            return Passed(prepared, engine.module(**prepared.inputs, use_cache=False))
 
-    def finish(
-        self, passed: tuple[Prepared, Any], loss_function: LossFunction | None
-    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    def finish(self, passed: Passed, loss_function: LossFunction | None) -> tuple[torch.Tensor | None, dict[str, Any]]:
         """The loss of a forward, and what verl's engines return with it, the loss still a tensor.
 
         What the loss needs goes to the device where the logits are: they are the largest tensor of the pass (tokens x
         vocabulary), and labels the smallest.
         """
-        engine, (prepared, output) = self._engine, passed
+        engine, prepared, output = self._engine, passed.prepared, passed.take()
         where = hooks.output_device(output)
         data, output_args = sent(prepared.data, where), sent_values(prepared.output_args, where)
         if loss_function is not None and (lengths := response_lengths(prepared.data)):
