@@ -175,7 +175,7 @@ def test_a_token_by_memory_bandwidth(batch: int, prompt: int) -> None:
 
 
 def test_a_token_of_a_graph_is_launched_at_once_and_copies_no_cache() -> None:
-    """Weights and a full cache over the bandwidth; two launches of a token for each graph, of which 1,024 tokens need 16."""
+    """Weights and a full cache over the bandwidth; three launches of a token for each graph, of which 1,024 tokens need 16."""
     free = replace(_H200, decode_s=0.0, forward_s=0.0, token_s=0.0, kernel_s=0.0)
     wanted = PassSpec(phase="generate", batch_size=16, seq_len=512, new_tokens=1025)
     traced = _traced("qwen2-7b", wanted)
@@ -190,7 +190,9 @@ def test_a_token_of_a_graph_is_launched_at_once_and_copies_no_cache() -> None:
     assert least < decoding(free) / 1024 < 1.15 * least
     hosted = replace(free, decode_s=1e-3)
     step_s = decoding(hosted, 0) / 1024  # launches longer than the GPU's work
-    assert decoding(hosted) == pytest.approx(16 * 2 * step_s + (1024 - 16) / 1024 * decoding(free), rel=1e-6)
+    assert decoding(hosted) == pytest.approx(16 * 3 * step_s + (1024 - 16) / 1024 * decoding(free), rel=1e-6)
+    # None is made for the 4 of 1,024 that are left after 6 of 170.
+    assert decoding(hosted, 170) == pytest.approx((6 * 3 + 4) * step_s + (1020 - 6) / 1024 * decoding(free), rel=1e-6)
 
 
 def test_gradients_are_added_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -55,3 +56,13 @@ def test_of_two_threads_the_last_puts_it_back() -> None:
     thread.join()
     assert seen == [False]
     assert _on()
+
+
+def test_a_child_that_is_forked_meanwhile_begins_anew() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with of_any_shape():
+        child = os.fork()
+        if child == 0:
+            os._exit(7 if _on() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert not _on()

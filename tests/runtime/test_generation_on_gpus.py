@@ -11,6 +11,7 @@ import torch
 import transformers
 from shapes import small_qwen2
 
+from verl_shard.common.notices import ShardNotice
 from verl_shard.runtime.generation import generate
 from verl_shard.runtime.generation_graph import FixedStep
 from verl_shard.runtime.generation_sampling import Response, Sampling
@@ -112,3 +113,31 @@ def test_sampling_and_weights_that_changed_meanwhile(graphs: list[int]) -> None:
     expected = _made(model, eager=True, autocast=True, sampling=sampling)
     assert _same(second, expected, first=4) > 0.8
     assert _apart(second, expected) < 0.2
+
+
+def test_a_step_that_asks_the_gpu_is_not_captured_and_leaves_nothing_behind(graphs: list[int]) -> None:
+    model = _model(torch.float32)
+    expected = _made(model, eager=True)
+    handle = model.model.layers[1].register_forward_hook(lambda module, args, output: args[0].sum().item() and None)
+    stream = torch.cuda.current_stream()
+    with pytest.warns(ShardNotice, match="could not be captured"):
+        found = _made(model, eager=False)
+    assert [response.token_ids for response in found] == [response.token_ids for response in expected]
+    assert torch.cuda.current_stream() == stream
+    assert len(graphs) == 1
+    held = torch.cuda.memory_allocated()
+    assert torch.rand(2**20, device="cuda:0").sum().item() > 0  # the generator is not in a capture
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    freed = torch.empty(2**24, device="cuda:0")
+    freed.record_stream(side)
+    del freed
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() == held  # nothing waits for a capture to end
+    handle.remove()
+    graphs.clear()
+    _made(model, eager=False)
+    assert graphs == []  # that model is not tried again
+    other = _model(torch.float32)
+    assert [response.token_ids for response in _made(other, eager=False)] == [r.token_ids for r in expected]
+    assert len(graphs) > 60

@@ -8,6 +8,7 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shapes import small_qwen2
 from transformers.cache_utils import DynamicCache
 
 from verl_shard.common.notices import ShardNotice
+from verl_shard.models.decoding import why_it_asks
 from verl_shard.models.packed import PACKED
 from verl_shard.runtime import generation, generation_rows
 from verl_shard.runtime.dispatch import input_device
@@ -285,12 +287,61 @@ def test_a_step_that_cannot_be_captured_is_free_from_then_on() -> None:
         found = decoder.run()
     same(found, expected)
     assert tried == [4]
+    again = RowDecoder(model, *given, capture=refused)  # as the next batch has it
+    assert again.capture is None
+    with torch.no_grad():
+        same(again.run(), expected)
+    assert tried == [4]
 
     def full(step: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     with torch.no_grad(), pytest.raises(torch.cuda.OutOfMemoryError):
-        RowDecoder(model, *given, capture=full).run()
+        RowDecoder(causal(small_qwen2()), *given, capture=full).run()
+
+
+def test_rows_that_have_ended_stay_where_the_model_has_positions() -> None:
+    """They are computed with until the next layout, and their columns go on; on a GPU a position too many ends the process."""
+    config = transformers.GPT2Config(
+        vocab_size=100, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
+    )
+    model, prompts, most = causal(config), [list(range(3, 53)), list(range(3, 8)), list(range(4, 9))], [12, 55, 1]
+    made = []
+    for capture in (None, _captured):
+        decoder = RowDecoder(model, prompts, range(3), Sampling(60, temperature=0.0), most, (), CPU, 3, capture)
+        assert decoder.capture is capture
+        with torch.no_grad():
+            made.append(decoder.run())
+    same(made[1], made[0])
+    assert [len(response.token_ids) for response in made[0]] == most
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rope asks"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, None),
+    ],
+)
+def test_models_that_ask_the_gpu_are_not_captured(changed: dict[str, Any], why: str | None) -> None:
+    decoder = partial(RowDecoder, causal(small_qwen2(**changed)), [[5]], [0], Sampling(9), [9], (), CPU, 1, _captured)
+    if why is None:
+        assert decoder().capture is _captured
+        return
+    with pytest.warns(ShardNotice, match=why):
+        assert decoder().capture is None
+
+
+@pytest.mark.parametrize(("implementation", "why"), [("eager", "experts ask"), ("grouped_mm", None)])
+def test_experts_one_by_one_are_not_captured(
+    implementation: str, why: str | None, small_config: Callable[..., Any]
+) -> None:
+    model = causal(small_config("qwen3_moe"))
+    model.config._experts_implementation = implementation
+    found = why_it_asks(model)
+    assert (found is None) == (why is None)
+    assert found is None or why in found  # type: ignore[operator]
 
 
 def test_the_cache_is_given_back_when_the_last_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:

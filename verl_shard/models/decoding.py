@@ -11,6 +11,8 @@ from verl_shard.models.packed import PACKED
 GRAPH_STEPS = 64
 """Columns that the hf rollout's cache has room for beyond what it holds, and so the steps that a graph is for; then the
 cache is copied, and the graph made anew."""
+FEWEST_STEPS = 8
+"""That a graph is made for: a step runs beside the stream and once more to be recorded, which takes about what three do."""
 SDPA = ("sdpa", PACKED)
 """Attention that is sdpa for rows that are not packed."""
 CAPTURED = (*SDPA, "flash_attention_2", "flash_attention_3")
@@ -34,3 +36,16 @@ def takes_ready_masks(model: Any) -> bool:
 def attention_of_decoder(model: Any) -> str:
     """The name of the attention implementation that decodes."""
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
+
+
+def why_it_asks(model: Any) -> str | None:
+    """Why a forward of a model waits for the GPU, which none that is captured may; None where it is not known to."""
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if found := sorted(kinds & {"dynamic", "longrope"}):
+        return f"its {found[0]} rope asks how long the longest row is"
+    has_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if has_experts and getattr(config, "_experts_implementation", None) == "eager":
+        return "its experts ask how many tokens they have (experts_implementation eager)"
+    return None

@@ -41,7 +41,7 @@ CPU_FLOPS = 2.04e12
 """FLOP/s of a model that scores on the host's CPU in bf16, its element-wise operations in it. From one measurement, of whole
 steps (docs/results/h200_elastic.json: 16 cores beside an H200, a Qwen2 0.5B scores 16 x 512 tokens, 6.223e12 FLOPs): with it
 on the CPU a step took 7.420 s, with it on the GPU 4.675 s. On the CPU it worked beside 0.230 s of the GPU's, and on the GPU it
-would have taken 0.076 s (both predicted), so that it took 7.420 - 4.675 + 0.076 + 0.230 = 3.052 s. It is not scaled with the
+would have taken 0.076 s (both predicted), so that it took 7.420 - 4.675 + 0.076 + 0.230 = 3.051 s. It is not scaled with the
 number of cores: a plan does not know the host's, and nobody has measured another."""
 _CPU_REACHED = "as 16 cores beside an H200 reached"
 _LATER = {"cpu_flops": CPU_FLOPS}

@@ -17,6 +17,7 @@ from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import GRADIENTS, KV_CACHE, WEIGHTS
 from verl_shard.memory.trace import Trace
 from verl_shard.memory.work import ATTENTION, BACKWARD, CASTS, DECODE, FORWARD, OPTIMIZER, PHASES, RECOMPUTE, Work
+from verl_shard.models.decoding import FEWEST_STEPS
 from verl_shard.planning.rates import Rates
 
 Stages = Sequence[tuple[int, int]]
@@ -136,7 +137,8 @@ def generate_seconds(
     (read, written), and attention reads it. The cache grows by a token each time; its part of the time is that at full
     length, in proportion. GPUs of a device_map work one after the other.
     graph_steps: tokens that one CUDA graph of the hf rollout is for, 0 without. The host then launches a token at once, but
-    two when a graph is made, and nothing is copied to append a token: all columns of the cache are read once.
+    for what making a graph takes (models.decoding), and nothing is copied to append a token: all columns of the cache are
+    read once.
     """
     assert wanted.phase == "generate", "pass_seconds is for the other phases"
     used = stages or ((0, traced.n_blocks),)
@@ -165,8 +167,10 @@ def generate_seconds(
     host_s = np.full(n, whole.host_s)
     if graph_steps:
         memory_s = np.full(n, full - growing + min(cache_s, growing))
-        host_s[:] = 0
-        host_s[::graph_steps] = 2 * whole.host_s
+        for at in range(0, n, graph_steps):
+            if min(graph_steps, n - at) >= FEWEST_STEPS:
+                host_s[at : at + graph_steps] = 0
+                host_s[at] = 3 * whole.host_s
     seconds = np.maximum(whole.compute_s + memory_s, host_s)
     decode = PassTime(float(seconds.sum()), n * whole.compute_s, float(memory_s.sum()), float(host_s.sum()))
     tokens_s = made * rates.token_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,19 @@ import torch
 _lock = threading.Lock()
 _inside = 0
 _before = True
+
+
+def _begin_anew() -> None:
+    """In a child that was forked meanwhile none of those threads is left."""
+    global _lock, _inside
+    _lock = threading.Lock()
+    if _inside:
+        _inside = 0
+        torch.backends.cuda.enable_cudnn_sdp(_before)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextmanager

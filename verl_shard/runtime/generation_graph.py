@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from verl_shard.models.decoding import CAPTURED, attention_of_decoder, takes_ready_masks
+from verl_shard.models.decoding import CAPTURED, attention_of_decoder, takes_ready_masks, why_it_asks
 from verl_shard.runtime.generation_cache import RowsCache
 from verl_shard.runtime.offload import offload_of
 
-FEWEST_STEPS = 8
-"""That a graph is made for: it runs a step beside the stream and once more to record it, which takes what three do."""
+_FAILED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Models whose steps could not be captured, and why: they are not tried again."""
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
 """Takes a step, runs it, and returns what runs it again and the tensor in which its result then is."""
@@ -37,7 +39,14 @@ def why_not_fixed(model: Any, cache: RowsCache, positions: bool) -> str | None:
     if not positions or not takes_ready_masks(model):
         return "it makes its masks or positions itself"
     attention = attention_of_decoder(model)
-    return None if attention in CAPTURED else f"its attention is {attention}"
+    if attention not in CAPTURED:
+        return f"its attention is {attention}"
+    return why_it_asks(model) or _FAILED.get(model)
+
+
+def note_failure(model: Any, why: str) -> None:
+    """A step of it could not be captured."""
+    _FAILED[model] = why
 
 
 def capture_on(device: torch.device) -> Capture | None:
@@ -52,7 +61,8 @@ def capture_on_gpu(
     once into the graph.
 
     Under autocast the prefill has cast all weights that train, and the casts are kept for as long as autocast is open: a
-    graph reads them. What it casts anew at each step, such as frozen weights in fp32, is a part of the graph.
+    graph reads them. So no other thread may leave an autocast of its own meanwhile, which lets go of the casts of all. What
+    is cast anew at each step, such as frozen weights in fp32, is a part of the graph.
     """
     with torch.cuda.device(device):
         beside = _stream_beside(torch.cuda.current_device())
@@ -60,11 +70,25 @@ def capture_on_gpu(
         with torch.cuda.stream(beside):
             step()
         torch.cuda.current_stream().wait_stream(beside)
+        current, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as one that pins memory, go on meanwhile.
-        with torch.cuda.graph(graph, stream=beside, capture_error_mode="thread_local"):
-            made = step()
+        try:
+            # Other threads, such as one that pins memory, go on meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
+                made = step()
+        except BaseException:
+            _undo_capture(current, pool)
+            raise
     return graph.replay, made
+
+
+def _undo_capture(current: Any, pool: Any) -> None:
+    """After a capture that failed: torch raises where it ends one, before it gives back the stream and the memory's pool."""
+    torch.cuda.set_stream(current)
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError):  # it was ended
+            end(torch.cuda.current_device(), pool)
 
 
 @functools.cache
@@ -96,6 +120,8 @@ class FixedStep:
         """Logits of the first rows: as many as there are tokens. start: the column of each one's first token."""
         n = len(tokens)
         self._ids[:n, 0], self._start[:n] = tokens, start
+        # Of a row that has ended only its own token counts: its position may not go on to where the model has none.
+        self._start[n:] = column
         self._column.fill_(column)
         with self._cache.at(self._column):
             if self._again is None:

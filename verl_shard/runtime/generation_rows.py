@@ -13,10 +13,17 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from verl_shard.common.notices import notice
-from verl_shard.models.decoding import CAPTURED, GRAPH_STEPS, SDPA, attention_of_decoder, takes_ready_masks
+from verl_shard.models.decoding import (
+    CAPTURED,
+    FEWEST_STEPS,
+    GRAPH_STEPS,
+    SDPA,
+    attention_of_decoder,
+    takes_ready_masks,
+)
 from verl_shard.runtime.generation_attention import grouped_decoding
 from verl_shard.runtime.generation_cache import RowsCache, dynamic_bytes, rows_can_come_and_go
-from verl_shard.runtime.generation_graph import FEWEST_STEPS, Capture, FixedStep, is_offloaded, why_not_fixed
+from verl_shard.runtime.generation_graph import Capture, FixedStep, is_offloaded, note_failure, why_not_fixed
 from verl_shard.runtime.generation_prefill import FORWARD_TOKENS, MOST_TOKENS, divided, prefill_groups
 from verl_shard.runtime.generation_sampling import Response, Sampling, choose, penalize, uniforms_of, warpers
 from verl_shard.runtime.ladder import is_out_of_memory, one_line
@@ -246,7 +253,9 @@ class RowDecoder:
             self._let_go_of_graph()
             if is_out_of_memory(error):
                 raise
-            self._free_from_now_on(f"a step of it could not be captured ({one_line(error)})")
+            why = f"a step of it could not be captured ({one_line(error)})"
+            note_failure(self._base, why)
+            self._free_from_now_on(why)
             return self._free_step(tokens)
 
     def _free_step(self, tokens: torch.Tensor) -> torch.Tensor:

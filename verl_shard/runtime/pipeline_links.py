@@ -113,10 +113,17 @@ class GpuLinks:
 
     @contextmanager
     def _as(self, current: int, streams: Sequence[Any]) -> Iterator[None]:
+        before = [torch.cuda.current_stream(stream.device) for stream in streams]
+        device = torch.cuda.current_device()
         for stream in streams:
             torch.cuda.set_stream(stream)
         torch.cuda.set_device(current)
-        yield  # a thread's streams end with it
+        try:
+            yield
+        finally:  # the thread stays, and has other forwards to do
+            for stream in before:
+                torch.cuda.set_stream(stream)
+            torch.cuda.set_device(device)
 
     def thread(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
         gpus = [device for device in devices if device.type == "cuda"]

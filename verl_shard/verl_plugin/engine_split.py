@@ -49,7 +49,7 @@ class Parts(Sequence[TensorDict]):
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, number: Any) -> Any:
-        """A micro-batch, made anew: nobody else has it."""
+        """A micro-batch, its nested tensors made anew: nobody else has those. Others are views of the batch."""
         rows = self._rows[number]
         at = slice(rows.start, rows.stop) if isinstance(rows, range) else torch.tensor(rows)
         made: TensorDict = self._plain[at]

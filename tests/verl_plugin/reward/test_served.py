@@ -24,6 +24,8 @@ from verl_shard.verl_plugin.reward.server import RewardServer
 class Model:
     """Stands for a ScoringModel."""
 
+    devices = ()
+
     def score(self, conversations: Any) -> list[float]:
         if any(conversation[-1]["content"] == "" for conversation in conversations):
             raise RunError("response 0 ('') is empty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from verl_shard.common.notices import ShardNotice
 from verl_shard.verl_plugin.fork_server import LAUNCH_MARK
 from verl_shard.verl_plugin.reward import threads
+from verl_shard.verl_plugin.reward.server import RewardServer
 from verl_shard.verl_plugin.reward.threads import take_cores
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -47,3 +49,25 @@ def test_others_keep_what_they_have(case: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(threads, "usable_cores", lambda: 1)
     expected = torch.get_num_threads()
     assert take_cores(on(GPU if case == "on a GPU" else CPU)) == expected == torch.get_num_threads()
+
+
+def test_each_thread_that_scores_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of threads is a thread's own, and a server scores in others than it is made in."""
+    seen: list[int] = []
+
+    class Model:
+        devices = [CPU]  # noqa: RUF012
+
+        def score(self, asked: Any) -> list[float]:
+            seen.append(torch.get_num_threads())
+            return [0.0 for _ in asked]
+
+    server = RewardServer("model", {})
+    server._model = Model()
+
+    async def ask() -> None:
+        with pytest.warns(ShardNotice):
+            await server._conversations.score([[{"role": "user", "content": "a"}]])
+
+    asyncio.run(ask())
+    assert seen == [3]

@@ -53,11 +53,11 @@ class RewardActor:
         if self._model is None:
             try:
                 self._model = ScoringModel(self._path, **self._settings)
-                take_cores(self._model)
             except Exception as error:
                 # All workers are told the same; none has it tried again.
                 self._broken = error
                 raise
+        take_cores(self._model)
         return self._model.score(conversations)
 
     async def score(self, conversations: Sequence[Any]) -> list[float]:

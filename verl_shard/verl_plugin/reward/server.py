@@ -28,15 +28,20 @@ class RewardServer:
     def __init__(self, path: str, settings: Mapping[str, Any]) -> None:
         self._path, self._settings = path, {**TRAINING, **settings}
         self._model: Any = None
-        self._conversations = Batches(lambda asked: self._model.score(asked))
-        self._texts = Batches(lambda asked: self._model.score_texts(asked))
+        self._conversations = Batches(lambda asked: self._ready().score(asked))
+        self._texts = Batches(lambda asked: self._ready().score_texts(asked))
         self._serving: asyncio.Task[None] | None = None
+
+    def _ready(self) -> ScoringModel:
+        """The model, for this thread to score with."""
+        take_cores(self._model)
+        model: ScoringModel = self._model
+        return model
 
     async def launch(self) -> str:
         """Loads the model, and serves it from then on; the address. Raises ConfigError as ScoringModel."""
         # On a thread of its own: Ray's are too small for a model.
         self._model = await asyncio.to_thread(ScoringModel, self._path, **self._settings)
-        take_cores(self._model)
         host = ray.util.get_node_ip_address().strip("[]")
         port, self._serving = await run_uvicorn(self._app(), None, host)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

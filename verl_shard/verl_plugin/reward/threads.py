@@ -15,6 +15,7 @@ from verl_shard.verl_plugin.fork_server import LAUNCH_MARK
 def take_cores(model: ScoringModel) -> int:
     """Lets a model on the CPU compute on all cores that this process may have; how many threads torch has then.
 
+    To be called in the thread that scores, before it does: the number is a thread's own.
     A launch of ours says how many threads there are to be, and is left at that. Ray's one thread and a one that the user
     asked for cannot be told apart; no reward model is meant to score on one core of many.
     """
