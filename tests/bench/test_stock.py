@@ -158,7 +158,9 @@ _RECORDED = json.loads((Path(__file__).parents[2] / "docs" / "results" / "h200_s
 @pytest.mark.parametrize(("strategy", "offload"), [("device_map", False), ("fsdp", True), ("fsdp2", True)])
 def test_phases_measured_on_an_h200(strategy: str, offload: bool) -> None:
     """verl's engines and ours over qwen2-0.5b and qwen3-0.6b; 5 % is asked, and reached by far but where fsdp gives bf16
-    weights not back, which was found on these rows. Ours still had a mask of padding when they were measured."""
+    weights not back, which was found on these rows. Ours still had a mask of padding when they were measured, and in two of its
+    phases logits with padding beside those without and casts of weights beside the loss: it takes less now, and how much less
+    the other tests here hold against what it allocates."""
     rows = [row for row in _RECORDED["rows"] if row["cell"]["model"] != "llama-1b"]
     rows = [row for row in rows if (row["cell"]["strategy"], row["cell"]["offload"]) == (strategy, offload)]
     assert rows
@@ -168,4 +170,8 @@ def test_phases_measured_on_an_h200(strategy: str, offload: bool) -> None:
         if cell not in made:
             made[cell] = predict(cell, config_of(cell.model))
         bound = {"fsdp": 0.03, "device_map": 0.015}.get(strategy, 0.01)
-        assert made[cell][row["phase"]][0] == pytest.approx(row["measured"], rel=bound), (cell.words, row["phase"])
+        predicted = made[cell][row["phase"]][0]
+        if strategy == "device_map" and row["phase"] in ("old_log_prob", "update_actor"):
+            assert 0.9 * row["measured"] < predicted < row["measured"], (cell.words, row["phase"])
+        else:
+            assert predicted == pytest.approx(row["measured"], rel=bound), (cell.words, row["phase"])

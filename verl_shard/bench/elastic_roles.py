@@ -6,7 +6,6 @@ Phases have the planner's names and do what our engine does in them, such that a
 from __future__ import annotations
 
 import copy
-import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -118,11 +117,11 @@ class Roles:
         """What each phase of a step does, in the step's order; of roles that there are."""
         made: dict[str, Callable[[], None]] = {
             "generate": self._generate,
-            "reward": lambda: self._score("reward", lambda output, ids: None),
+            "reward": lambda: self._score("reward", lambda passed, ids: None),
             "old_log_prob": lambda: self._score("actor", _log_probs),
-            "ref_log_prob": lambda: self._score("ref", _log_probs),
-            "values": lambda: self._score("critic", lambda output, ids: None),
-            "update_critic": lambda: self._update("critic", lambda output, ids: value_loss(output.logits)),
+            "ref_log_prob": lambda: self._score("ref", _ref_log_probs),
+            "values": lambda: self._score("critic", lambda passed, ids: None),
+            "update_critic": lambda: self._update("critic", lambda passed, ids: value_loss(passed.pop())),
             "update_actor": lambda: self._update("actor", _policy_loss),
         }
         return {name: made[name] for name in PHASES if role_of(name) in self.places}
@@ -166,7 +165,7 @@ class Roles:
                 device=input_device(model),
             )  # fmt: skip
 
-    def _score(self, role: str, of: Callable[[Any, torch.Tensor], object]) -> None:
+    def _score(self, role: str, of: Callable[[list[torch.Tensor], torch.Tensor], object]) -> None:
         from verl_shard.runtime.dispatch import input_device
         from verl_shard.runtime.offload import several_calls
 
@@ -174,11 +173,10 @@ class Roles:
         model.eval()
         with torch.no_grad(), self._autocast(role), several_calls(model, each=self.load.n_micro):
             for inputs in self._batches(input_device(model)):
-                output = model(**inputs, use_cache=False)
-                of(output, inputs["input_ids"].to(output.logits.device))
-                del output
+                passed = [model(**inputs, use_cache=False).logits]
+                of(passed, inputs["input_ids"].to(passed[0].device))
 
-    def _update(self, role: str, loss: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    def _update(self, role: str, loss: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]) -> None:
         from verl_shard.runtime.dispatch import input_device
         from verl_shard.runtime.micro_batches import run_micro_batches
 
@@ -190,8 +188,11 @@ class Roles:
         several = len(self.places[role].devices) > 1
 
         def loss_of(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+            return loss_from([output.logits], batch)
+
+        def loss_from(passed: list[torch.Tensor], batch: Mapping[str, Any]) -> torch.Tensor:
             with self._autocast(role):
-                return loss(output, batch["input_ids"].to(output.logits.device))
+                return loss(passed, batch["input_ids"].to(passed[0].device))
 
         under = UnderAutocast(model, self.mixed)
         if several:
@@ -199,9 +200,7 @@ class Roles:
             run_micro_batches(under, batches, loss_of, in_flight=in_flight, scale="mean", max_grad_norm=1.0)
         else:
             for batch in batches:
-                output = under(**batch)
-                (loss_of(output, batch) / len(batches)).backward()  # type: ignore[no-untyped-call]
-                del output  # not before: our engine keeps it as long, and so does the plan
+                (loss_from([under(**batch).logits], batch) / len(batches)).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         self._optimizers[role].step()
         self._optimizers[role].zero_grad(set_to_none=True)
@@ -217,7 +216,7 @@ class Roles:
             yield {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
     def _autocast(self, role: str) -> AbstractContextManager[Any]:
-        if not self.mixed or role not in TRAINED:
+        if not self.mixed or role == "reward":  # the engine computes a reference in bf16 under autocast too
             return nullcontext()
         kind = "cpu" if self.places[role].devices == ("cpu",) else "cuda"
         return torch.autocast(kind, torch.bfloat16)
@@ -261,25 +260,36 @@ def made_model(config: Any, role: str, place: Place, *, mixed: bool) -> Any:
 
 def import_early(config: Any) -> None:
     """Once, for all processes that are forked, what every one of them would take seconds to import. Starts no CUDA."""
+    import accelerate  # noqa: F401
     import transformers
 
-    for name in (
-        "accelerate", "verl_shard.runtime.dispatch", "verl_shard.runtime.generation", "verl_shard.runtime.micro_batches",
-        "verl_shard.runtime.offload", "verl_shard.runtime.pipeline",
-    ):  # fmt: skip
-        importlib.import_module(name)
+    import verl_shard.runtime.generation
+    import verl_shard.runtime.micro_batches
+    import verl_shard.runtime.offload
+    import verl_shard.runtime.pipeline  # noqa: F401
+
     for name in dict.fromkeys(_CLASSES.values()):
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
             auto._model_mapping[type(config)]  # imports the model's code
 
 
-def _log_probs(output: Any, ids: torch.Tensor) -> None:
-    verl_ppo_loss(output.logits, ids, entropy=True, packed=False)
+def _without_padding(passed: list[torch.Tensor]) -> torch.Tensor:
+    """A copy as one row, as the engine makes it, in the place of what was passed: both are the largest tensor there is."""
+    return torch.cat(list(passed.pop()))[None]
 
 
-def _policy_loss(output: Any, ids: torch.Tensor) -> torch.Tensor:
-    return verl_ppo_loss(output.logits, ids, entropy=False, packed=False)
+def _ref_log_probs(passed: list[torch.Tensor], ids: torch.Tensor) -> None:
+    """verl asks the reference for no entropies."""
+    verl_ppo_loss(_without_padding(passed), ids, entropy=False, packed=True)
+
+
+def _log_probs(passed: list[torch.Tensor], ids: torch.Tensor) -> None:
+    verl_ppo_loss(_without_padding(passed), ids, entropy=True, packed=True)
+
+
+def _policy_loss(passed: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    return verl_ppo_loss(_without_padding(passed), ids, entropy=False, packed=True)
 
 
 def _side_by_side(
