@@ -11,4 +11,4 @@ def derive_seed(seed: int, *names: object) -> int:
     It is the BLAKE2b hash (RFC 7693) of 8 bytes of them as text, without its last bit.
     """
     text = "\x1f".join(str(part) for part in (seed, *names))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()) >> 1
