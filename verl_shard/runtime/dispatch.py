@@ -12,12 +12,11 @@ from verl_shard.models.spec import device_of
 
 def input_device(model: torch.nn.Module) -> torch.device:
     """The device of the input embedding, where token ids belong; of an offloaded model, where it computes."""
-    from verl_shard.runtime.offload import offload_of
+    from verl_shard.runtime.offload import is_offloaded
 
     find = getattr(model, "get_input_embeddings", None)
     embedding = find() if find is not None else None
-    told = offload_of(model)
-    if told is not None and told.how != "none":  # its weights are on the host, or on meta, and visit the device
+    if is_offloaded(model):  # its weights are on the host, or on meta, and visit the device
         applied: Any = model.hf_device_map
         placed = {name: torch_device(device) for name, device in applied.items()}
         path = next((name for name, module in model.named_modules() if module is embedding), None)

@@ -9,23 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from verl_shard.models.decoding import CAPTURED, attention_of_decoder, takes_ready_masks, why_it_asks
 from verl_shard.runtime.generation_cache import RowsCache
-from verl_shard.runtime.offload import offload_of
+from verl_shard.runtime.offload import is_offloaded
 
 _FAILED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Models whose steps could not be captured, and why: they are not tried again."""
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
 """Takes a step, runs it, and returns what runs it again and the tensor in which its result then is."""
-
-
-def is_offloaded(model: nn.Module) -> bool:
-    """Whether a model's weights come to the device with every forward."""
-    told = offload_of(model)
-    return told is not None and told.how != "none"
 
 
 def why_not_fixed(model: Any, cache: RowsCache, positions: bool) -> str | None:

@@ -23,10 +23,11 @@ from verl_shard.models.decoding import (
 )
 from verl_shard.runtime.generation_attention import grouped_decoding
 from verl_shard.runtime.generation_cache import RowsCache, dynamic_bytes, rows_can_come_and_go
-from verl_shard.runtime.generation_graph import Capture, FixedStep, is_offloaded, note_failure, why_not_fixed
+from verl_shard.runtime.generation_graph import Capture, FixedStep, note_failure, why_not_fixed
 from verl_shard.runtime.generation_prefill import FORWARD_TOKENS, MOST_TOKENS, divided, prefill_groups
 from verl_shard.runtime.generation_sampling import Response, Sampling, choose, penalize, uniforms_of, warpers
 from verl_shard.runtime.ladder import is_out_of_memory, one_line
+from verl_shard.runtime.offload import is_offloaded
 
 SPARE_COLUMNS = GRAPH_STEPS
 """What the cache has room for beyond what it holds; when it is full it is copied."""

@@ -141,6 +141,12 @@ def offload_of(model: nn.Module) -> Offload | None:
     return told
 
 
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether a model's weights come to the device with every forward."""
+    told = offload_of(model)
+    return told is not None and told.how != "none"
+
+
 @contextmanager
 def several_calls(*models: nn.Module, each: int | None = None) -> Iterator[None]:
     """Around calls that follow each other: the first blocks are on their way before the first call has its inputs, and what

@@ -122,13 +122,13 @@ class _Flight:
         self._call: Callable[[], Any] | None = call
         self._output: Any = None
         self._error: BaseException | None = None
-        self._done = self._given_up = False
+        self._given_up = False
         self._ended = threading.Event()
         in_a_thread(functools.partial(contextvars.copy_context().run, self._main), self._end)
 
     def advance(self, stage: int) -> None:
         """Goes on to the end of that stage; raises what the forward raised."""
-        if self._done or self._at > stage:
+        if self._ended.is_set() or self._at > stage:
             return
         self._until = stage
         with self._window.counting(self._kept):
@@ -141,12 +141,11 @@ class _Flight:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self._done:
+        if self._ended.is_set():
             self._window.learn(self._kept)
 
     def output(self) -> Any:
-        assert self._done, "the last stage is reached before a loss is made"
-        self._ended.wait()
+        assert self._ended.is_set(), "the last stage is reached before a loss is made"
         output, self._output = self._output, None
         return output
 
@@ -167,7 +166,6 @@ class _Flight:
             self._error = error
 
     def _end(self) -> None:
-        self._done = True
         self._ended.set()
         self._stopped.release()
 

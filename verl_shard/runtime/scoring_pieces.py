@@ -11,7 +11,7 @@ from verl_shard.common.notices import record_event
 from verl_shard.memory.passes import PassSpec
 from verl_shard.runtime.allocator import ResourceAllocator
 from verl_shard.runtime.ladder import Ladder, Pieces, is_out_of_memory
-from verl_shard.runtime.offload import offload_of
+from verl_shard.runtime.offload import is_offloaded
 from verl_shard.runtime.oom_report import estimated, on_gpus, report_out_of_memory
 from verl_shard.runtime.pass_memory import PassMemory
 
@@ -29,9 +29,7 @@ class ScoringPieces:
         self._model, self._task, self._path, self._device = model, task, path, device
         self.ladder = Ladder(PHASE)
         # Weights that are streamed come and go with each call, so that what is free says nothing of it.
-        told = offload_of(model)
-        offloaded = told is not None and told.how != "none"
-        self.allocator = None if offloaded else ResourceAllocator(self.ladder, self._needed)
+        self.allocator = None if is_offloaded(model) else ResourceAllocator(self.ladder, self._needed)
         self._memory: PassMemory | None = None
         self._shape = (0, 0)
 

@@ -20,8 +20,9 @@ def take_cores(model: ScoringModel) -> int:
     asked for cannot be told apart; no reward model is meant to score on one core of many.
     """
     threads = torch.get_num_threads()
-    cores = usable_cores()
-    if threads > 1 or cores == 1 or LAUNCH_MARK in os.environ or not any(d.type == "cpu" for d in model.devices):
+    if threads > 1 or LAUNCH_MARK in os.environ or not any(d.type == "cpu" for d in model.devices):
+        return threads
+    if (cores := usable_cores()) == 1:
         return threads
     why = "that is what Ray sets for an actor without CPUs of its own, and the reward model computes on the CPU"
     notice("reward-threads", "OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"), why, f"{cores} threads")
