@@ -140,7 +140,7 @@ def test_in_a_pipeline_it_is_no_higher_than_a_map_that_is_even_in_weights(
     )
     assert ours.peak <= even.peak
     if (n_gpus, in_flight, checkpointing) == (2, 2, False):
-        assert (ours.peak / _GB, even.peak / _GB) == (pytest.approx(27.62, abs=0.01), pytest.approx(28.47, abs=0.01))
+        assert (ours.peak / _GB, even.peak / _GB) == (pytest.approx(27.63, abs=0.01), pytest.approx(28.47, abs=0.01))
 
 
 def test_a_piece_that_fits_where_fewer_micro_batches_wait() -> None:

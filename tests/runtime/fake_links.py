@@ -57,7 +57,10 @@ class FakeLinks(TorchDispatchMode):
     def place(self, tensor: torch.Tensor, device: str) -> None:
         self.give(tensor, device)
 
-    def start(self, tensor: torch.Tensor, device: str) -> Parcel:
+    def mark(self, device: str) -> Any:
+        return None
+
+    def start(self, tensor: torch.Tensor, device: str, after: Any = None) -> Parcel:
         self.copies.append((self.of(tensor), device, tuple(tensor.shape)))
         with torch.utils._python_dispatch._disable_current_modes():
             data = tensor.detach().clone()

@@ -18,6 +18,7 @@ from verl_shard.memory.in_flight import issued
 from verl_shard.runtime import pipeline_threads
 from verl_shard.runtime.micro_batches import run_micro_batches
 from verl_shard.runtime.pipeline import dispatch_model
+from verl_shard.runtime.pipeline_links import Parcel
 
 
 def causal() -> Any:
@@ -80,6 +81,103 @@ def time_of(given: Order, forward: int = 1, backward: int = 2) -> int:
                 free[gpu] = max(free[gpu], ends.get(needs, 0)) + (forward if kind == "F" else backward)
                 ends[gpu, left.pop(0)] = free[gpu]
     return max(free.values())
+
+
+class TimedLinks(FakeLinks):
+    """What each GPU is given, and what it waits for: `seconds` of work, or a copy, which waits for its GPU's work so far."""
+
+    def __init__(self, n_gpus: int) -> None:
+        super().__init__()
+        self.given: dict[str, list[int | tuple[str, int]]] = {f"gpu{gpu}": [] for gpu in range(n_gpus)}
+        self._sent: dict[int, tuple[torch.Tensor, str, int]] = {}
+
+    def watch(self, module: Any, gpu: str, forward: int = 1, backward: int = 2) -> None:
+        """module: the last block of that GPU: it comes after what the GPU took in, and before what it sends on."""
+
+        def forwards(*_: Any) -> None:
+            self.given[gpu].append(forward)
+
+        def backwards(_: Any, args: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self.given[gpu].append(backward))
+
+        module.mlp.register_forward_pre_hook(forwards)  # a checkpointed block that runs again does not come to its end
+        module.register_forward_hook(backwards)
+
+    def mark(self, device: str) -> Any:
+        return len(self.given[device]) if device in self.given else None
+
+    def start(self, tensor: torch.Tensor, device: str, after: Any = None) -> Parcel:
+        source = self.of(tensor)
+        parcel = super().start(tensor, device, after)
+        mark = self.mark(source) if after is None else after
+        if mark is not None:
+            self._sent[id(parcel.tensor)] = parcel.tensor, source, mark
+        return Parcel(parcel.tensor, parcel.done, mark)
+
+    def arrive(self, parcel: Parcel) -> torch.Tensor:
+        if (sent := self._sent.get(id(parcel.tensor))) is not None:
+            self.given[self.of(parcel.tensor)].append(sent[1:])
+        return super().arrive(parcel)
+
+    def seconds(self) -> int:
+        """Until all GPUs have done all that they were given, in its order; copies take none, and go in order."""
+        free: dict[str, list[int]] = {gpu: [0] for gpu in self.given}
+        links: Counter[tuple[str, str]] = Counter()
+        while any(len(free[gpu]) <= len(entries) for gpu, entries in self.given.items()):
+            before = {gpu: len(done) for gpu, done in free.items()}
+            for gpu, entries in self.given.items():
+                for entry in entries[len(free[gpu]) - 1 :]:
+                    if isinstance(entry, int):
+                        free[gpu].append(free[gpu][-1] + entry)
+                        continue
+                    source, at = entry
+                    if at >= len(free[source]):
+                        break
+                    links[source, gpu] = max(links[source, gpu], free[source][at])
+                    free[gpu].append(max(free[gpu][-1], links[source, gpu]))
+            assert before != {gpu: len(done) for gpu, done in free.items()}, "they wait for each other"
+        return max(done[-1] for done in free.values())
+
+
+def seconds_of(layers: Sequence[int], n: int, in_flight: int, *, checkpointed: bool = False, **how: Any) -> int:
+    """Of n micro-batches whose inputs and labels are on the first GPU. A GPU's share of a forward takes 1, of a backward 2."""
+    links, model = TimedLinks(len(set(layers))), causal()
+    dispatch_model(model, placed(layers), links=links)
+    if checkpointed:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for gpu in set(layers):
+        links.watch(model.model.layers[max(i for i, at in enumerate(layers) if at == gpu)], f"gpu{gpu}")
+    given = batches(n)
+    for batch in given:
+        links.give(batch["input_ids"], "gpu0")
+    with links:
+        run_micro_batches(model, given, in_flight=in_flight, **how)
+    return links.seconds()
+
+
+@pytest.mark.parametrize("scale", ["sum", "tokens"])
+def test_no_device_waits_longer_than_for_its_neighbours_work(scale: str) -> None:
+    # n micro-batches of 3 on each GPU, and the way of one through the GPUs before.
+    two, three, four = (0, 0, 1, 1), (0, 1, 2, 2), (0, 1, 2, 3)
+    assert seconds_of(two, 6, 1, scale=scale) == 6 * 2 * 3
+    assert seconds_of(two, 6, 2, scale=scale) == (6 + 1) * 3
+    assert seconds_of(two, 6, 4, scale=scale) == (6 + 1) * 3
+    assert seconds_of(two, 6, 6, scale=scale) == (6 + 1) * 3
+    assert seconds_of(three, 6, 3, scale=scale) == (6 + 2) * 3
+    assert seconds_of(three, 6, 6, scale=scale) == (6 + 2) * 3
+    assert seconds_of(four, 6, 4, scale=scale) == (6 + 3) * 3
+    assert seconds_of(four, 6, 8, scale=scale) == (6 + 3) * 3
+
+
+def test_checkpointed_blocks_wait_no_longer_either() -> None:
+    assert seconds_of((0, 0, 1, 1), 6, 2, checkpointed=True) == (6 + 1) * 4
+    assert seconds_of((0, 1, 2, 2), 6, 3, checkpointed=True) == (6 + 2) * 4
+
+
+def test_forwards_alone_wait_for_their_own_hidden_states_only() -> None:
+    assert seconds_of((0, 0, 1, 1), 6, 2, forward_only=True) == 6 + 1
+    assert seconds_of((0, 1, 2, 3), 6, 4, forward_only=True) == 6 + 3
 
 
 def test_each_device_has_its_own_order() -> None:

@@ -25,6 +25,10 @@ class Stage:
         far when an earlier one's backward is given."""
         return min(in_flight, self.of - self.number + max(0, in_flight - self.of))
 
+    def coming(self, in_flight: int) -> int:
+        """Micro-batches whose hidden states have been sent here at most, and that have not run here yet."""
+        return Stage(self.number - 1, self.of).kept(in_flight) - self.kept(in_flight) if self.number else 0
+
     def in_flight(self, kept: int) -> int:
         """The largest number in flight of which no more than so many are kept here."""
         return kept + self.number if kept >= self.of - self.number else kept

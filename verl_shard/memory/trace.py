@@ -56,11 +56,13 @@ Event = tuple[str, int, int]
 @dataclass(frozen=True)
 class _When:
     """others: micro-batches that wait beside the one that works; at_head: where the logits are. gradients_from: the phase
-    from which they are all there, None when that is the first micro-batch's."""
+    from which they are all there, None when that is the first micro-batch's. coming: micro-batches of which only what is sent
+    here is there."""
 
     others: int
     at_head: int
     gradients_from: str | None
+    coming: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Trace:
         if when.gradients_from not in self._highest:
             self._highest[when.gradients_from] = self._highest_of(self._kinds_when(_When(0, 0, when.gradients_from)))
         highest = self._highest[when.gradients_from]
-        if not when.others and not when.at_head:
+        if not when.others and not when.at_head and not when.coming:
             one: np.ndarray = np.maximum(highest.inside, highest.outside)
             return one
         kept = self._kept_at(self.waiting)
@@ -164,7 +166,7 @@ class Trace:
         activations, logits = before[:, None, :] - before[:, :-1, None]
         others = np.full((self.n_blocks, 1), when.others)
         others[0] = when.at_head  # the first GPU reads only what its head is given
-        wait = when.others * activations + when.at_head * logits + others * highest.copied
+        wait = when.others * activations + when.at_head * logits + (others + when.coming) * highest.copied
         peaks: np.ndarray = np.triu(np.maximum(highest.inside + wait, highest.outside), 1)
         return peaks
 
@@ -220,14 +222,17 @@ class Trace:
     def kept(self, blocks: Collection[int], *, with_loss: bool = False) -> int:
         """Bytes that a micro-batch keeps on a GPU with these blocks while it waits for its turn, what was copied there
         included. with_loss: when its loss is made too, and its backward is next."""
+        row = self.phases["backward"] - 1 if with_loss else self.waiting
+        return int(self._kept_at(row)[list(set(blocks))].sum()) + self.sent(blocks)
+
+    def sent(self, blocks: Collection[int]) -> int:
+        """Of those the bytes that were copied there. They come before the micro-batch does (Stage.coming)."""
         mine = set(blocks)
-        copied = (
+        return sum(
             self._waits(min(row for block, row in crossing.users if block in mine), crossing)
             for crossing in self.crossings
             if crossing.owner not in mine and any(block in mine for block, _ in crossing.users)
         )
-        row = self.phases["backward"] - 1 if with_loss else self.waiting
-        return int(self._kept_at(row)[list(mine)].sum()) + sum(copied)
 
     def _kept_at(self, row: int) -> np.ndarray:
         """(blocks, kinds): what a micro-batch has then, without copies."""
@@ -242,7 +247,7 @@ class Trace:
             return (_When(0, 0, None),)
         last = Stage(stage.of - 1, stage.of).kept(n)
         if self.accumulating or there < n:  # a backward has been before a forward comes
-            return (_When(there - 1, last - 1, "forward"),)
+            return (_When(there - 1, last - 1, "forward", stage.coming(n)),)
         return _When(there - 1, last - 1, None), _When(there - 2, min(last, n - 1) - 1, "backward")
 
     def _kinds_when(self, when: _When) -> np.ndarray:
@@ -315,8 +320,10 @@ class Trace:
             if at == len(r.events):
                 break
             for number, block in copied.get(at, ()):
+                # Sent at the end of the stage before. To a GPU that comes again, when it comes.
+                sent = max(stages[block] - 1, 0) if stages[block] >= stage else stage
+                parts[sent if key == "forward" else key].append((phase, offset + number, int(r.sizes[number])))
                 stage = max(stage, stages[block])
-                parts[stage if key == "forward" else key].append((phase, offset + number, int(r.sizes[number])))
             stage = max(stage, stages[int(r.actors[at])])
             event = int(r.events[at])
             number = abs(event) - 1

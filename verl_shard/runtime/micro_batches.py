@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -85,7 +86,7 @@ def run_micro_batches(
     results: list[Any] = []
     losses: list[torch.Tensor] = []
     total: torch.Tensor | None = None
-    weights = None if forward_only else _weights(scale, batches)
+    weights = None if forward_only else _weights(pipe, scale, batches)
 
     def forward(number: int) -> Any:
         with whole_rows(batches[number].get("position_ids") is None):
@@ -109,7 +110,8 @@ def run_micro_batches(
         with outside_autocast():
             torch.autograd.backward(loss)
 
-    with torch.set_grad_enabled(not forward_only):
+    ready = nullcontext() if pipe is None else pipe.travels.ready(batches)
+    with ready, torch.set_grad_enabled(not forward_only):
         most = issue(
             pipe,
             len(batches),
@@ -154,18 +156,18 @@ def _near(pipe: RootHook | None, value: Any, other: torch.Tensor) -> Any:
     return carry(pipe.links, value, pipe.links.of(other)) if pipe.links.of(value) != pipe.links.of(other) else value
 
 
-def _weights(scale: Any, batches: Sequence[Mapping[str, Any]]) -> Sequence[float | torch.Tensor]:
-    """What each loss is multiplied with."""
+def _weights(pipe: RootHook | None, scale: Any, batches: Sequence[Mapping[str, Any]]) -> Sequence[float | torch.Tensor]:
+    """What each loss is multiplied with, where a loss is made: sent later it would wait for backwards on other devices."""
     if scale == "sum":
         return [1.0] * len(batches)
     if scale == "mean":
         return [1 / len(batches)] * len(batches)
+    weights: Sequence[float | torch.Tensor] = scale
     if isinstance(scale, str):
         counts = [count_tokens(batch) for batch in batches]
         whole = sum(counts[1:], start=counts[0])
-        return [count / whole for count in counts]
-    weights: Sequence[float | torch.Tensor] = scale
-    return weights
+        weights = [count / whole for count in counts]
+    return weights if pipe is None else [pipe.to_loss(weight) for weight in weights]
 
 
 def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | float:

@@ -130,9 +130,9 @@ class PassMemory:
             else:
                 kept = int(one.kinds[:, blocks, LOGITS].sum(axis=1).max()) / length
             cached = float(one.kinds[:, blocks, KV_CACHE].max(axis=0).sum()) / length
-            found[device] = _Line(
-                first - slope * length, slope, kept, cached, Stage(number, len(order)) if trained else None
-            )
+            sent = (more.sent(blocks) - one.sent(blocks)) / ((rows - 1) * length) if trained else 0.0
+            stage = Stage(number, len(order)) if trained else None
+            found[device] = _Line(first - slope * length, slope, kept, cached, stage, sent)
         return found
 
 
@@ -141,7 +141,7 @@ class _Line:
     """base + tokens * slope. By token: kept: what a further micro-batch here keeps; cached: keys and values.
 
     stage: the device's place in the pipeline, which says how many of those in flight are here; None where all of them are,
-    as when outputs are kept until they are read.
+    as when outputs are kept until they are read. sent: of what is kept by token, what comes before its micro-batch does.
     """
 
     base: float
@@ -149,10 +149,14 @@ class _Line:
     kept: float
     cached: float
     stage: Stage | None
+    sent: float
 
     def at(self, tokens: int, in_flight: int) -> int:
-        here = in_flight if self.stage is None else self.stage.kept(in_flight)
-        return max(0, int(self.base + self.slope * tokens + (here - 1) * self.kept * tokens))
+        here, coming = in_flight, 0
+        if self.stage is not None:
+            here, coming = self.stage.kept(in_flight), self.stage.coming(in_flight)
+        by_token = self.slope + (here - 1) * self.kept + coming * self.sent
+        return max(0, int(self.base + by_token * tokens))
 
 
 def _above(trace: Trace, blocks: list[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,15 @@ class _Moved:
 
 
 @dataclass(frozen=True)
+class _Sent:
+    """A tensor that was there at a mark of its device, as it was at a version."""
+
+    source: torch.Tensor
+    version: int
+    mark: Any
+
+
+@dataclass(frozen=True)
 class _Kept:
     """Data of a copy, for as long as its source lives."""
 
@@ -52,17 +61,20 @@ class Travels:
         self._local = threading.local()
         self._kept: Any = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
+        self._ready: dict[int, _Sent] = {}
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Around a forward pass; what it moved is forgotten when the outermost one ends, with an error too."""
         outer = getattr(self._local, "moved", None)
         if outer is None:
-            self._local.moved = {}
+            self._local.moved, self._local.sent = {}, {}
         try:
             yield
         finally:
             self._local.moved = outer
+            if outer is None:
+                self._local.sent = None
 
     @contextmanager
     def stopping(self, stop: Callable[[Any], None]) -> Iterator[None]:
@@ -73,11 +85,45 @@ class Travels:
         finally:
             self._local.stop = None
 
-    def reach(self, device: Any) -> None:
-        """A module of the map is about to run on that device."""
+    def reach(self, device: Any, args: Any, kwargs: Any, skip: Collection[str]) -> tuple[Any, Any]:
+        """A module of the map is about to run on that device: what it is given, there.
+
+        Where the thread stops first, copies begin before that and are taken in behind it. A copy waits for all that the
+        device it comes from has been given, and the device it goes to waits for the copy: begun behind the stop it would wait
+        for another micro-batch's backward, taken in before it would hold one up.
+        """
         stop: Callable[[Any], None] | None = getattr(self._local, "stop", None)
-        if stop is not None:
-            stop(device)
+        if stop is None:
+            return self.move_all(args, device), self.move_all(kwargs, device, skip)
+        late: list[Parcel] = []
+        self._local.late = late
+        try:
+            moved = self.move_all(args, device), self.move_all(kwargs, device, skip)
+        finally:
+            self._local.late = None
+        stop(device)
+        for parcel in late:
+            self.links.arrive(parcel)
+        return moved
+
+    def _take_in(self, parcel: Parcel) -> torch.Tensor:
+        late: list[Parcel] | None = getattr(self._local, "late", None)
+        if late is None:
+            return self.links.arrive(parcel)
+        late.append(parcel)
+        return parcel.tensor
+
+    @contextmanager
+    def ready(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+        """Inputs that are all there now, and are not written to: their copies wait for nothing that is given to their device
+        from here on. Labels go from the first device to the last one, which would wait for the first one's backward."""
+        tensors = [value for batch in batches for value in batch.values() if isinstance(value, torch.Tensor)]
+        marks = {device: self.links.mark(device) for device in {self.links.of(tensor) for tensor in tensors}}
+        self._ready = {id(t): _Sent(t, _version(t), marks[self.links.of(t)]) for t in tensors}
+        try:
+            yield
+        finally:
+            self._ready = {}
 
     def move(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
         """The tensor on a device: itself, its copy of this forward pass, or a new one."""
@@ -99,17 +145,28 @@ class Travels:
         """Outside of a pass a checkpointed block runs again, in its backward. What it is given was copied before; a copy
         made anew would wait for all that the other device has been given since, another micro-batch's backward."""
         if not torch.is_grad_enabled() or version < 0:
-            return carry(self.links, tensor, device)
+            return carry(self.links, tensor, device, self._start(tensor, device), self._take_in)
         with self._lock:
             kept: _Kept | None = None if in_pass else self._kept.get(tensor, {}).get(device)
         if kept is not None and kept.version == version and _version(kept.parcel.tensor) == kept.copy_version:
-            return carry(self.links, tensor, device, kept.parcel)
-        parcel = self.links.start(tensor.detach(), device)
+            return carry(self.links, tensor, device, kept.parcel, self._take_in)
+        parcel = self._start(tensor, device)
         with self._lock:
             # Without a graph: an entry must not hold what its own source hangs on.
             made = _Kept(version, parcel, _version(parcel.tensor))
             self._kept.setdefault(tensor, {})[device] = made
-        return carry(self.links, tensor, device, parcel)
+        return carry(self.links, tensor, device, parcel, self._take_in)
+
+    def _start(self, tensor: torch.Tensor, device: Any) -> Parcel:
+        """What goes to a second device of this pass, such as a mask to a third stage, waits for no more than to the first."""
+        sent: dict[int, _Sent] | None = getattr(self._local, "sent", None)
+        known = (sent or {}).get(id(tensor)) or self._ready.get(id(tensor))
+        version = _version(tensor)
+        after = known.mark if known is not None and known.version == version >= 0 else None
+        parcel = self.links.start(tensor.detach(), device, after)
+        if sent is not None:
+            sent[id(tensor)] = _Sent(tensor, version, parcel.after)
+        return parcel
 
     def move_all(self, value: Any, device: Any, skip: Collection[str] = ()) -> Any:
         """The same structure of lists, tuples and mappings, its tensors on a device; other objects as they are."""
@@ -148,9 +205,7 @@ class StageHook(ModelHook):  # type: ignore[misc]
         self._skip = skip
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self._travels.reach(self.execution_device)
-        move_all = self._travels.move_all
-        return move_all(args, self.execution_device), move_all(kwargs, self.execution_device, self._skip)
+        return self._travels.reach(self.execution_device, args, kwargs, self._skip)
 
 
 class PassHook(ModelHook):  # type: ignore[misc]
@@ -186,6 +241,10 @@ class PassHook(ModelHook):  # type: ignore[misc]
     @property
     def links(self) -> Links:
         return self.travels.links
+
+    def to_loss(self, value: Any) -> Any:
+        """A tensor on the device where losses are made; numbers as they are."""
+        return self.travels.move(value, self._for_loss) if isinstance(value, torch.Tensor) else value
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         # accelerate calls hooks before and after a forward pass, and not when it fails; this is called around it.

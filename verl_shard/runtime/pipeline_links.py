@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,10 +17,11 @@ from verl_shard.models.devices import DeviceId, torch_device
 @dataclass(frozen=True)
 class Parcel:
     """A copy that is under way. tensor: of the target device, to be read once it has arrived. done: a point in the order
-    of the copies."""
+    of the copies. after: the mark that it waits for."""
 
     tensor: torch.Tensor
     done: Any = None
+    after: Any = None
 
 
 class Links(Protocol):
@@ -38,8 +39,11 @@ class Links(Protocol):
     def place(self, tensor: torch.Tensor, device: Any) -> None:
         """Moves the data of a parameter or buffer, once; the tensor stays the same object."""
 
-    def start(self, tensor: torch.Tensor, device: Any) -> Parcel:
-        """Begins a copy after what its device has been given to do by now. Neither device waits for it."""
+    def mark(self, device: Any) -> Any:
+        """A point in the order of a device, behind what it has been given to do by now."""
+
+    def start(self, tensor: torch.Tensor, device: Any, after: Any = None) -> Parcel:
+        """Begins a copy after what its device has been given to do by now, or by a mark. Neither device waits for it."""
 
     def arrive(self, parcel: Parcel) -> torch.Tensor:
         """What is given to the target device from here on waits for the copy; the tensor of it."""
@@ -86,7 +90,12 @@ class GpuLinks:
                 self._streams[source, target] = leaving, self._cuda.Stream(target)
             return self._streams[source, target]
 
-    def start(self, tensor: torch.Tensor, device: torch.device) -> Parcel:
+    def mark(self, device: torch.device) -> Any:
+        if device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(device).record_event()
+
+    def start(self, tensor: torch.Tensor, device: torch.device, after: Any = None) -> Parcel:
         if device.type != "cuda":  # the host reads it next, so that it has to wait
             return Parcel(tensor.to(device))
         leaving, coming = self._pair(tensor.device, device)
@@ -97,12 +106,13 @@ class GpuLinks:
                 copy = tensor.to(device, non_blocking=True)
                 done.record(coming)
             return Parcel(copy, done)
-        leaving.wait_stream(torch.cuda.current_stream(tensor.device))
+        made = self.mark(tensor.device) if after is None else after
+        leaving.wait_event(made)
         with self._cuda.stream(coming), self._cuda.stream(leaving):
             copy = tensor.to(device, non_blocking=True)
         done.record(coming)
         tensor.record_stream(leaving)
-        return Parcel(copy, done)
+        return Parcel(copy, done, made)
 
     def arrive(self, parcel: Parcel) -> torch.Tensor:
         if parcel.done is not None:
@@ -141,11 +151,15 @@ class GpuLinks:
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
+TakeIn = Callable[[Parcel], torch.Tensor]
+"""Links.arrive, or what calls it later, before the tensor is read."""
+
+
 class _Way:
     """Where a gradient is between the two ends of a copy."""
 
-    def __init__(self, links: Links, device: Any) -> None:
-        self.links, self.device = links, device
+    def __init__(self, links: Links, take_in: TakeIn) -> None:
+        self.links, self.take_in = links, take_in
         self.back: Parcel | None = None
 
 
@@ -177,7 +191,7 @@ class _Come(torch.autograd.Function):
         ctx.way, ctx.home = way, way.links.of(tensor)
         ctx.set_materialize_grads(False)
         # An alias, as autograd takes what is returned for its own, and a copy may be used again.
-        return way.links.arrive(parcel).detach()
+        return way.take_in(parcel).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
@@ -188,11 +202,15 @@ class _Come(torch.autograd.Function):
         return None, None, None
 
 
-def carry(links: Links, tensor: torch.Tensor, device: Any, parcel: Parcel | None = None) -> torch.Tensor:
-    """A tensor on another device, its gradient coming back the same way. parcel: its copy, if it was made before."""
+def carry(
+    links: Links, tensor: torch.Tensor, device: Any, parcel: Parcel | None = None, take_in: TakeIn | None = None
+) -> torch.Tensor:
+    """A tensor on another device, its gradient coming back the same way. parcel: its copy, if it was made before. take_in:
+    called instead of links.arrive, to do that later."""
     made = links.start(tensor.detach(), device) if parcel is None else parcel
+    arrive = links.arrive if take_in is None else take_in
     if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return links.arrive(made)
-    way = _Way(links, device)
+        return arrive(made)
+    way = _Way(links, arrive)
     moved: torch.Tensor = _Come.apply(_Leave.apply(tensor, way), way, made)  # type: ignore[no-untyped-call]
     return moved
