@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,7 +83,13 @@ def test_forwards_are_issued_ahead_of_losses_and_results_are_in_order() -> None:
 
     with links:
         ran = run_micro_batches(model, batches(5), loss_fn, in_flight=3)
-    assert log == ["forward"] * 2 + ["forward", "loss", "backward"] * 3 + ["loss", "backward"] * 2
+    losses = [at for at, entry in enumerate(log) if entry == "loss"]
+    for number, at in enumerate(losses):
+        before = Counter(log[:at])
+        assert before["forward"] >= min(5, number + 2)
+        assert before["backward"] <= number
+    for at in range(len(log)):
+        assert log[:at].count("forward") - log[:at].count("backward") <= 3
     assert ran.results == tuple(int(batch["input_ids"][0, 0]) for batch in batches(5))
     for batch in batches(5):
         one(**batch).logits.square().mean().backward()

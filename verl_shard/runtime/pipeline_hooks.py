@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_shard.common.errors import config_error
-from verl_shard.runtime.pipeline_links import Links, Parcel, carry
+from verl_shard.runtime.pipeline_links import Links, Parcel, SentBack, carry
 from verl_shard.runtime.whole_rows import GivesPositions, whole_rows
 
 _FOR_THE_LOSS = ("start_positions", "end_positions")
@@ -62,6 +62,7 @@ class Travels:
         self._kept: Any = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
         self._ready: dict[int, _Sent] = {}
+        self._sent_back: SentBack | None = None
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
@@ -145,17 +146,29 @@ class Travels:
         """Outside of a pass a checkpointed block runs again, in its backward. What it is given was copied before; a copy
         made anew would wait for all that the other device has been given since, another micro-batch's backward."""
         if not torch.is_grad_enabled() or version < 0:
-            return carry(self.links, tensor, device, self._start(tensor, device), self._take_in)
+            return self._carried(tensor, device, self._start(tensor, device))
         with self._lock:
             kept: _Kept | None = None if in_pass else self._kept.get(tensor, {}).get(device)
         if kept is not None and kept.version == version and _version(kept.parcel.tensor) == kept.copy_version:
-            return carry(self.links, tensor, device, kept.parcel, self._take_in)
+            return self._carried(tensor, device, kept.parcel)
         parcel = self._start(tensor, device)
         with self._lock:
             # Without a graph: an entry must not hold what its own source hangs on.
             made = _Kept(version, parcel, _version(parcel.tensor))
             self._kept.setdefault(tensor, {})[device] = made
-        return carry(self.links, tensor, device, parcel, self._take_in)
+        return self._carried(tensor, device, parcel)
+
+    def _carried(self, tensor: torch.Tensor, device: Any, parcel: Parcel) -> torch.Tensor:
+        return carry(self.links, tensor, device, parcel, self._take_in, lambda: self._sent_back)
+
+    @contextmanager
+    def sending_back(self, told: SentBack) -> Iterator[None]:
+        """Around backward passes: who is told of the gradients that go from device to device."""
+        self._sent_back = told
+        try:
+            yield
+        finally:
+            self._sent_back = None
 
     def _start(self, tensor: torch.Tensor, device: Any) -> Parcel:
         """What goes to a second device of this pass, such as a mask to a third stage, waits for no more than to the first."""

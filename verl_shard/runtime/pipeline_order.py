@@ -4,7 +4,8 @@ A device does what it is given in that order, and a thread that gives it whole f
 all devices the same order. Then a stage waits: the last one has to run the next forward before the next backward, and
 that forward waits for the first stage, which waits for the last one's backward. So a forward pass runs in a thread of its
 own, stops before each device, and is let go on one device at a time: forward k + d is d devices behind when backward k is
-given (1F1B). Only one thread runs at a time; which one is decided here, so that the order is always the same.
+given (1F1B). Only one forward runs at a time; which one is decided here, so that the order is always the same. Backwards have
+a thread of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from verl_shard.runtime.pipeline_backwards import Backwards
 from verl_shard.runtime.pipeline_hooks import RootHook
 from verl_shard.runtime.pipeline_threads import in_a_thread
 from verl_shard.runtime.pipeline_window import Window
@@ -44,23 +46,64 @@ def issue(
         on ahead of what finish waits for, on this thread.
     window: how many may be in flight.
     """
-    flights: deque[_Flight | _Done] = deque()
-    staged = pipe is not None and backward is not None and window.most > 1
-    start = _threads(pipe, window) if staged and pipe is not None else functools.partial(_Done, window)
+    if pipe is not None and backward is not None and window.most > 1:
+        return _staged(pipe, n, forward, finish, backward, window)
+    flights: deque[_Done] = deque()
+    most = 0
+    for at in range(n):
+        ahead = 0
+        while ahead < min(window.number, n - at):
+            if ahead == len(flights):
+                flights.append(_Done(window, functools.partial(forward, at + ahead)))
+            most = max(most, len(flights))
+            flights[ahead].run()
+            ahead += 1
+        made = finish(at, flights.popleft().output())
+        if backward is not None:
+            backward(at, made)
+        del made
+    return most
+
+
+def _staged(
+    pipe: RootHook,
+    n: int,
+    forward: Callable[[int], Any],
+    finish: Callable[[int, Any], Any],
+    backward: Callable[[int, Any], None],
+    window: Window,
+) -> int:
+    """Backward k begins when the last stage has been given all that it is given before. What the stages before it are given
+    before it reaches them is given meanwhile, to each when it has been given all of backward k - 1."""
+    last = len(pipe.devices) - 1
+    around = _as_here(pipe)
+    flights: deque[_Flight] = deque()
     most = 0
     try:
-        for at in range(n):
-            ahead = 0
-            while ahead < min(window.number, n - at):
-                if ahead == len(flights):
-                    flights.append(start(functools.partial(forward, at + ahead)))
-                most = max(most, len(flights))
-                flights[ahead].advance(window.stage(ahead, n))
-                ahead += 1
-            made = finish(at, flights.popleft().output())
-            if backward is not None:
-                backward(at, made)
-            del made
+        with Backwards(pipe, backward, around()) as backwards:
+
+            def end(number: int) -> None:
+                if flights[0].complete:
+                    backwards.left(number - 1, last)  # what a loss keeps is there once
+                    backwards.give(number, finish(number, flights[0].output()))
+
+            for at in range(n):
+                ahead = 0
+                while ahead < min(window.number, n - at):
+                    if ahead == len(flights):
+                        flights.append(_Flight(functools.partial(forward, at + ahead), pipe, window, around()))
+                    most = max(most, len(flights))
+                    flight, until = flights[ahead], window.stage(ahead, n)
+                    if until < last:
+                        end(at)
+                    backwards.open(at, until)
+                    if flight.next <= until:
+                        backwards.left(at - 1, flight.next)
+                        flight.advance(until, counted=backwards.idle)
+                    ahead += 1
+                end(at)
+                backwards.open(at, -1)
+                flights.popleft()
     finally:
         for flight in flights:
             flight.give_up()
@@ -88,8 +131,7 @@ class _Done:
         self._window = window
         self._output: Any = None
 
-    def advance(self, stage: int) -> None:
-        del stage
+    def run(self) -> None:
         if self._call is not None:
             call, self._call = self._call, None
             with self._window.counting() as kept:
@@ -99,9 +141,6 @@ class _Done:
     def output(self) -> Any:
         output, self._output = self._output, None
         return output
-
-    def give_up(self) -> None:
-        self._output = None
 
 
 class _GivenUp(BaseException):
@@ -122,15 +161,28 @@ class _Flight:
         self._call: Callable[[], Any] | None = call
         self._output: Any = None
         self._error: BaseException | None = None
-        self._given_up = False
+        self._given_up = self._taken = False
+        self._counted = True
         self._ended = threading.Event()
         in_a_thread(functools.partial(contextvars.copy_context().run, self._main), self._end)
 
-    def advance(self, stage: int) -> None:
-        """Goes on to the end of that stage; raises what the forward raised."""
-        if self._ended.is_set() or self._at > stage:
+    @property
+    def next(self) -> int:
+        """The stage that it runs next; past the last one at its end."""
+        return len(self._stages) if self._ended.is_set() else self._at
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is an output that nobody has taken."""
+        return self._ended.is_set() and not self._taken
+
+    def advance(self, stage: int, *, counted: bool) -> None:
+        """Goes on to the end of that stage; raises what the forward raised. counted: nothing else makes or frees anything
+        meanwhile, so that what this keeps can be counted."""
+        if self.next > stage:
             return
         self._until = stage
+        self._counted = self._counted and counted
         with self._window.counting(self._kept):
             self._go.release()
             self._stopped.acquire()
@@ -141,11 +193,12 @@ class _Flight:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self._ended.is_set():
+        if self._ended.is_set() and self._counted:
             self._window.learn(self._kept)
 
     def output(self) -> Any:
-        assert self._ended.is_set(), "the last stage is reached before a loss is made"
+        assert self.complete, "the last stage is reached before a loss is made, and once"
+        self._taken = True
         output, self._output = self._output, None
         return output
 
@@ -181,8 +234,8 @@ class _Flight:
                 raise _GivenUp
 
 
-def _threads(pipe: RootHook, window: Window) -> Callable[[Callable[[], Any]], _Flight]:
-    """Makes forwards in other threads, which take over from this one: streams, autocast, and whether gradients are wanted."""
+def _as_here(pipe: RootHook) -> Callable[[], AbstractContextManager[None]]:
+    """Makes what other threads enter to compute as this one: its streams, autocast, and whether gradients are wanted."""
     gradients = torch.is_grad_enabled()
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _TYPES]
     cached = torch.is_autocast_cache_enabled()
@@ -204,4 +257,4 @@ def _threads(pipe: RootHook, window: Window) -> Callable[[Callable[[], Any]], _F
             for kind, _, _ in autocast:
                 torch.set_autocast_enabled(kind, False)
 
-    return lambda call: _Flight(call, pipe, window, entered(pipe.links.thread(pipe.devices)))
+    return lambda: entered(pipe.links.thread(pipe.devices))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +97,19 @@ class MicroBatches:
         batches = micro_batches(data, engine.get_data_parallel_group())
         made: list[dict[str, Any]] = []
 
-        def begun(number: int) -> None:
-            self.at = {"rows": batches.rows[number], "tokens": batches.tokens[number]}
+        @contextmanager
+        def at(number: int) -> Iterator[None]:
+            """What it is that fails: a backward may run beside a later forward."""
+            self.at = here = {"rows": batches.rows[number], "tokens": batches.tokens[number]}
+            try:
+                yield
+            except Exception:
+                self.at = here
+                raise
 
         def forward(number: int) -> Passed:
-            begun(number)
-            return self.forward(batches[number], loss_function)
+            with at(number):
+                return self.forward(batches[number], loss_function)
 
         def finish(number: int, passed: Passed) -> torch.Tensor | None:
             del number
@@ -113,9 +120,8 @@ class MicroBatches:
             return loss
 
         def backward(number: int, loss: torch.Tensor) -> None:
-            begun(number)
             last = number == len(batches) - 1
-            with engine._gradient_sync_context(is_last_micro_batch=last), outside_autocast():
+            with at(number), engine._gradient_sync_context(is_last_micro_batch=last), outside_autocast():
                 torch.autograd.backward(loss)
 
         # Weights are cast once for all that are in flight, not once for each.
