@@ -125,7 +125,7 @@ def test_all_ways_compute_the_same_and_the_last_is_ours() -> None:
     offered = ways({"": "cpu"})  # type: ignore[dict-item]
     rows = measure(model, torch.randint(1, 500, (8, 5)), offered, Meter(), runs=1, keep=len)
     assert [way.name for way in offered] == [
-        "one GPU", "accelerate's dispatch_model", "ours", "ours, one in flight a GPU",
+        "one GPU", "accelerate's dispatch_model", "ours", "ours, two in flight a GPU",
     ]  # fmt: skip
     assert len(rows) == 40
     losses = [row.loss for row in rows]

@@ -6,6 +6,7 @@ backward, and fails where one operation reads tensors of two devices. A copy hol
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ class FakeLinks(TorchDispatchMode):
 
     def __init__(self, kept: dict[str, int] | None = None) -> None:
         super().__init__()
+        self._lock = threading.RLock()
         self._device: dict[int, str] = {}
         self._on_way: dict[int, torch.Tensor] = {}
         self.copies: list[tuple[str, str, tuple[int, ...]]] = []
@@ -45,14 +47,16 @@ class FakeLinks(TorchDispatchMode):
         """Says where a tensor is."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._device:
-            weakref.finalize(storage, self._gone, key, storage.nbytes())
-            self.bytes[device] += storage.nbytes()
-        self._device[key] = device
+        with self._lock:
+            if key not in self._device:
+                weakref.finalize(storage, self._gone, key, storage.nbytes())
+                self.bytes[device] += storage.nbytes()
+            self._device[key] = device
         return tensor
 
     def _gone(self, key: int, size: int) -> None:
-        self.bytes[self._device.pop(key)] -= size
+        with self._lock:
+            self.bytes[self._device.pop(key)] -= size
 
     def place(self, tensor: torch.Tensor, device: str) -> None:
         self.give(tensor, device)

@@ -326,9 +326,9 @@ def test_threads_compute_as_their_caller_would_and_cast_weights_once() -> None:
 
 
 def flying() -> int:
-    """Threads that have a forward to do."""
-    there = [thread for thread in threading.enumerate() if thread.name == "verl_shard forward"]
-    return len(there) - len(pipeline_threads._IDLE)
+    """Threads that have a pass to do."""
+    there = [thread for thread in threading.enumerate() if thread.name in ("verl_shard forward", "verl_shard backward")]
+    return len(there) - sum(map(len, pipeline_threads._IDLE.values()))
 
 
 @pytest.mark.parametrize(("layers", "in_flight"), [((0, 0, 1, 1), 2), ((0, 0, 1, 1), 4), ((0, 1, 1, 2), 3)])

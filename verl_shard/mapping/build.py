@@ -71,7 +71,7 @@ def build_device_map(
         sequence of 2048 tokens, or of as many as the model has positions, and one micro-batch after the other
         (in_flight=1). For a pipeline (run_micro_batches, verl's engine) give in_flight=n_gpus and accumulating=True: then each
         GPU counts the micro-batches that it has in 1F1B order, the first one all, the last one a single one. Give more
-        where more are in flight: "auto" is up to two for each GPU.
+        where more are in flight: "auto" is up to one for each GPU.
 
     Of several best maps it takes one that leaves no GPU empty; for training then one whose slowest GPU has least to
     compute; then the most even one (the smallest sum of squared bytes), then the one whose first GPUs hold less. GPUs

@@ -68,7 +68,7 @@ def run_micro_batches(
         the output's own loss. With forward_only anything, by default the output.
     in_flight: micro-batches between the begin of their forward and their backward (or, with forward_only, their loss_fn)
         at a time; as many as there are devices keep all of them at work. "auto": one for a model on one device; over
-        several two for each, if `memory` holds them.
+        several one for each, if `memory` holds them.
     memory: bytes, or such as "20GiB", for what micro-batches in flight keep, on each GPU or by GPU. By default half of
         what a GPU has left when this is called; on the host there is no limit.
     trace: of the pass of one micro-batch (verl_shard.memory.trace.trace), the largest: says what each keeps before any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_shard.common.errors import config_error
-from verl_shard.runtime.pipeline_links import Links, Parcel, SentBack, carry
+from verl_shard.runtime.pipeline_links import Links, Parcel, carry
 from verl_shard.runtime.whole_rows import GivesPositions, whole_rows
 
 _FOR_THE_LOSS = ("start_positions", "end_positions")
@@ -62,7 +63,8 @@ class Travels:
         self._kept: Any = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
         self._ready: dict[int, _Sent] = {}
-        self._sent_back: SentBack | None = None
+        self.sent_back: Callable[[int, Any, Any], None] | None = None
+        """Told in backward passes of numbered forwards: of which one a gradient goes, from where, and to where."""
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
@@ -78,13 +80,14 @@ class Travels:
                 self._local.sent = None
 
     @contextmanager
-    def stopping(self, stop: Callable[[Any], None]) -> Iterator[None]:
-        """In forward passes of this thread `stop` is called before each module of the map, with its device."""
-        self._local.stop = stop
+    def stopping(self, stop: Callable[[Any], None], number: int) -> Iterator[None]:
+        """In forward passes of this thread `stop` is called before each module of the map, with its device. number: of the
+        micro-batch."""
+        self._local.stop, self._local.number = stop, number
         try:
             yield
         finally:
-            self._local.stop = None
+            self._local.stop = self._local.number = None
 
     def reach(self, device: Any, args: Any, kwargs: Any, skip: Collection[str]) -> tuple[Any, Any]:
         """A module of the map is about to run on that device: what it is given, there.
@@ -159,16 +162,13 @@ class Travels:
         return self._carried(tensor, device, parcel)
 
     def _carried(self, tensor: torch.Tensor, device: Any, parcel: Parcel) -> torch.Tensor:
-        return carry(self.links, tensor, device, parcel, self._take_in, lambda: self._sent_back)
+        number: int | None = getattr(self._local, "number", None)
+        told = None if number is None else functools.partial(self._told, number)
+        return carry(self.links, tensor, device, parcel, self._take_in, told)
 
-    @contextmanager
-    def sending_back(self, told: SentBack) -> Iterator[None]:
-        """Around backward passes: who is told of the gradients that go from device to device."""
-        self._sent_back = told
-        try:
-            yield
-        finally:
-            self._sent_back = None
+    def _told(self, number: int, source: Any, target: Any) -> None:
+        if (told := self.sent_back) is not None:
+            told(number, source, target)
 
     def _start(self, tensor: torch.Tensor, device: Any) -> Parcel:
         """What goes to a second device of this pass, such as a mask to a third stage, waits for no more than to the first."""

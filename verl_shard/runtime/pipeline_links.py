@@ -154,13 +154,13 @@ class GpuLinks:
 TakeIn = Callable[[Parcel], torch.Tensor]
 """Links.arrive, or what calls it later, before the tensor is read."""
 SentBack = Callable[[Any, Any], None]
-"""Told from which device to which a gradient is on its way; returns when it may be read there."""
+"""Told from which device to which a gradient is on its way; returns when its turn has come there."""
 
 
 class _Way:
     """Where a gradient is between the two ends of a copy."""
 
-    def __init__(self, links: Links, take_in: TakeIn, sent_back: Callable[[], SentBack | None]) -> None:
+    def __init__(self, links: Links, take_in: TakeIn, sent_back: SentBack | None) -> None:
         self.links, self.take_in, self.sent_back = links, take_in, sent_back
         self.back: Parcel | None = None
 
@@ -201,8 +201,8 @@ class _Come(torch.autograd.Function):
             raise RunError("Gradients of gradients (create_graph) do not travel between devices: compute them on one")
         if gradient is not None:
             ctx.way.back = ctx.way.links.start(gradient, ctx.home)
-            if (told := ctx.way.sent_back()) is not None:
-                told(ctx.way.links.of(gradient), ctx.home)
+            if ctx.way.sent_back is not None:
+                ctx.way.sent_back(ctx.way.links.of(gradient), ctx.home)
         return None, None, None
 
 
@@ -212,10 +212,10 @@ def carry(
     device: Any,
     parcel: Parcel | None = None,
     take_in: TakeIn | None = None,
-    sent_back: Callable[[], SentBack | None] = lambda: None,
+    sent_back: SentBack | None = None,
 ) -> torch.Tensor:
     """A tensor on another device, its gradient coming back the same way. parcel: its copy, if it was made before. take_in:
-    called instead of links.arrive, to do that later. sent_back: asked in the backward whom to tell."""
+    called instead of links.arrive, to do that later. sent_back: called in the backward."""
     made = links.start(tensor.detach(), device) if parcel is None else parcel
     arrive = links.arrive if take_in is None else take_in
     if not (tensor.requires_grad and torch.is_grad_enabled()):

@@ -5,7 +5,7 @@ all devices the same order. Then a stage waits: the last one has to run the next
 that forward waits for the first stage, which waits for the last one's backward. So a forward pass runs in a thread of its
 own, stops before each device, and is let go on one device at a time: forward k + d is d devices behind when backward k is
 given (1F1B). Only one forward runs at a time; which one is decided here, so that the order is always the same. Backwards have
-a thread of their own.
+threads of their own.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ def issue(
     *,
     window: Window,
     backward: Callable[[int, Any], None] | None = None,
+    apart: bool = False,
 ) -> int:
     """Runs n micro-batches, several of them in flight; returns the most that were.
 
     forward: of a micro-batch's number, its output; over several devices called in other threads, one at a time.
     finish: of number and output, what the backward begins with; called in order, as soon as the forward is issued.
-    backward: of number and what finish returned, called right after it. Without one nothing is kept for it: forwards go
-        on ahead of what finish waits for, on this thread.
-    window: how many may be in flight.
+    backward: of number and what finish returned, a tensor; over several devices called in other threads, which end in
+        order. Without one nothing is kept for it: forwards go on ahead of what finish waits for, on this thread.
+    window: how many may be in flight. apart: no backward begins before the last one has ended.
     """
     if pipe is not None and backward is not None and window.most > 1:
-        return _staged(pipe, n, forward, finish, backward, window)
+        return _staged(pipe, n, forward, finish, backward, window, apart)
     flights: deque[_Done] = deque()
     most = 0
     for at in range(n):
@@ -72,6 +73,7 @@ def _staged(
     finish: Callable[[int, Any], Any],
     backward: Callable[[int, Any], None],
     window: Window,
+    apart: bool,
 ) -> int:
     """Backward k begins when the last stage has been given all that it is given before. What the stages before it are given
     before it reaches them is given meanwhile, to each when it has been given all of backward k - 1."""
@@ -80,7 +82,7 @@ def _staged(
     flights: deque[_Flight] = deque()
     most = 0
     try:
-        with Backwards(pipe, backward, around()) as backwards:
+        with Backwards(pipe, backward, around, apart=apart) as backwards:
 
             def end(number: int) -> None:
                 if flights[0].complete:
@@ -91,7 +93,8 @@ def _staged(
                 ahead = 0
                 while ahead < min(window.number, n - at):
                     if ahead == len(flights):
-                        flights.append(_Flight(functools.partial(forward, at + ahead), pipe, window, around()))
+                        call = functools.partial(forward, at + ahead)
+                        flights.append(_Flight(at + ahead, call, pipe, window, around()))
                     most = max(most, len(flights))
                     flight, until = flights[ahead], window.stage(ahead, n)
                     if until < last:
@@ -151,8 +154,14 @@ class _Flight:
     """A forward pass in a thread of its own for as long as it lasts, which stops before each further device of the pipeline."""
 
     def __init__(
-        self, call: Callable[[], Any], pipe: RootHook, window: Window, around: AbstractContextManager[None]
+        self,
+        number: int,
+        call: Callable[[], Any],
+        pipe: RootHook,
+        window: Window,
+        around: AbstractContextManager[None],
     ) -> None:
+        self._number = number
         self._stages = {device: stage for stage, device in enumerate(pipe.devices)}
         self._pipe, self._window, self._around = pipe, window, around
         self._kept: dict[Any, int] = {}
@@ -164,7 +173,7 @@ class _Flight:
         self._given_up = self._taken = False
         self._counted = True
         self._ended = threading.Event()
-        in_a_thread(functools.partial(contextvars.copy_context().run, self._main), self._end)
+        in_a_thread("forward", functools.partial(contextvars.copy_context().run, self._main), self._end)
 
     @property
     def next(self) -> int:
@@ -213,7 +222,7 @@ class _Flight:
         call, self._call = self._call, None
         try:
             if not self._given_up and call is not None:
-                with self._around, self._pipe.travels.stopping(self._stop):
+                with self._around, self._pipe.travels.stopping(self._stop, self._number):
                     self._output = call()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._error = error

@@ -55,7 +55,7 @@ class DeviceMapEngineConfig(FSDPEngineConfig):
         computes for longer than its weights take over the link; "cpu_offload" and "cpu_offload_with_hook" are
         accelerate's, many times slower; "auto" streams where the GPU has no room; "none".
     in_flight: over several GPUs, micro-batches between the begin of their forward and their backward at a time: as many as
-        there are GPUs keep all of them at work. "auto": the plan's; else up to two for each GPU, as memory holds them.
+        there are GPUs keep all of them at work. "auto": the plan's; else up to one for each GPU, as memory holds them.
     logits: "responses": of the tokens that responses are read from; "full": of prompts too, as verl's engines make them,
         which costs tokens of prompts x vocabulary in memory, and the head's part of the time for them. It changes nothing
         that training reads: outputs for the tokens of prompts are 0 where they would be log-probabilities. Other losses
