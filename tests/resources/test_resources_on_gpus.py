@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from verl_shard import get_gpu_usage, pin_to_device
 from verl_shard.common.errors import ConfigError
-from verl_shard.resources import leases
 from verl_shard.resources.pin import reserve
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -99,14 +100,35 @@ def test_two_runs_do_not_take_the_same_gpu(run: Callable[[int], Run]) -> None:
     assert third.said == f"taken {last}"
 
 
-def test_a_run_does_not_begin_on_a_gpu_in_use(
-    run: Callable[[int], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    busy = run(0)
-    assert busy.said == "taken 0"
-    monkeypatch.setenv(leases.FOLDER_VARIABLE, str(tmp_path / "others"))  # as of a run that knows no leases
-    with pytest.raises(ConfigError, match=r"GPU 0 = .* of it are used"):
-        reserve(0)
-    busy.kill()
+_STRANGER = """
+import os, sys, time
+import torch
+held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda:0")
+torch.cuda.synchronize()
+with open(sys.argv[2] + ".part", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(sys.argv[2] + ".part", sys.argv[2])
+until = time.monotonic() + 120
+while time.monotonic() < until and os.path.exists(sys.argv[2]):
+    time.sleep(0.05)
+"""
+
+
+def test_a_run_does_not_begin_on_a_gpu_in_use(tmp_path: Path) -> None:
+    """By a process that knows no leases, and that is no child of this one: a run's own processes are not strangers."""
+    said = tmp_path / "pid"
+    command = [sys.executable, "-c", _STRANGER, str(_HELD), str(said)]
+    subprocess.run(["sh", "-c", '"$@" >/dev/null 2>&1 &', "sh", *command], check=True)
+    until = time.monotonic() + 120
+    while not said.exists():
+        assert time.monotonic() < until, "it does not begin"
+        time.sleep(0.05)
+    stranger = psutil.Process(int(said.read_text()))
+    try:
+        with pytest.raises(ConfigError, match=rf"GPU 0 = .*(pid {stranger.pid} |of it are used)"):
+            reserve(0)
+    finally:
+        said.unlink()
+        stranger.wait(60)
     with reserve(0):
         assert get_gpu_usage(0)[0].leased_by is not None

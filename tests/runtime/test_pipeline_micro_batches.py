@@ -284,7 +284,7 @@ def test_on_two_gpus(checkpointing: bool) -> None:
         ran = run_micro_batches(model, batches(), scale="tokens", max_grad_norm=1.0)
         plain = run_micro_batches(one, [{k: v if k == "use_cache" else v.to("cuda:0") for k, v in b.items()} for b in batches()],
                                   scale="tokens", max_grad_norm=1.0)  # fmt: skip
-        assert ran.in_flight == 4
+        assert ran.in_flight == 2
         assert ran.grad_norm is not None
         torch.testing.assert_close(ran.grad_norm.cpu(), plain.grad_norm.cpu(), rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
         for a, b in zip(model.parameters(), one.parameters(), strict=True):
