@@ -17,8 +17,10 @@ from shapes import small_qwen2
 from verl_shard.memory.in_flight import issued
 from verl_shard.runtime import pipeline_threads
 from verl_shard.runtime.micro_batches import run_micro_batches
-from verl_shard.runtime.pipeline import dispatch_model
+from verl_shard.runtime.pipeline import dispatch_model, pipeline_of
 from verl_shard.runtime.pipeline_links import Parcel
+from verl_shard.runtime.pipeline_order import issue
+from verl_shard.runtime.pipeline_window import Window
 
 
 def causal() -> Any:
@@ -207,6 +209,36 @@ def test_no_device_is_kept_waiting_by_what_another_is_given() -> None:
     with links:
         run_micro_batches(model, batches(3), loss_fn, in_flight=2)
     assert seen["waited"]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_last_backward_begins_when_all_others_have_ended_where_that_is_asked(apart: bool) -> None:
+    """As where gradients are averaged over processes meanwhile. The one before it is held up on the first device."""
+    links, model = FakeLinks(), causal()
+    pipe, log = pipeline_of(dispatch_model(model, placed((0, 0, 1, 1)), links=links)), []
+    begun = threading.Event()
+
+    def slow(_: Any, args: Any, output: torch.Tensor) -> None:
+        log.append("slow")
+        if log.count("slow") == 2:
+            output.register_hook(lambda gradient: log.append(f"waited {begun.wait(1 if apart else 20)}"))
+
+    def backward(number: int, loss: torch.Tensor) -> None:
+        log.append(f"begin {number}")
+        if number == 2:
+            begun.set()
+        torch.autograd.backward(loss)
+        log.append(f"end {number}")
+
+    model.model.layers[1].register_forward_hook(slow)
+    given = batches(3)
+    with links:
+        issue(
+            pipe, 3, lambda number: model(**given[number]), lambda number, output: output.loss,
+            window=Window(pipe, 2), backward=backward, last_apart=apart,
+        )  # fmt: skip
+    assert (log.index("end 1") < log.index("begin 2")) == apart
+    assert f"waited {not apart}" in log
 
 
 def test_each_device_has_its_own_order() -> None:

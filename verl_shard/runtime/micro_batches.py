@@ -60,8 +60,8 @@ def run_micro_batches(
     On a model of dispatch_model the GPUs work at the same time: forwards of the next micro-batches are issued before the
     loss of the first is computed, each device's as far as its turn has come, then the first one's backward, and so on: in
     the order of each device a backward comes as early as it can (1F1B: PipeDream-Flush of arXiv 2006.09503). Nothing here
-    waits for a GPU; what loss_fn reads does, and by then the next forwards are under way. Forwards then run in threads, one
-    at a time.
+    waits for a GPU; what loss_fn reads does, and by then the next forwards are under way. Forwards and backwards then run in
+    threads, forwards one at a time, and loss_fn on this one.
 
     batches: keywords of the model. They may be on the host; pinned, their copies wait for nothing.
     loss_fn: takes the output and the batch; returns a loss of one element, or that and something to hand back. By default

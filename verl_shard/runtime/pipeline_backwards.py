@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from verl_shard.runtime.pipeline_hooks import RootHook
 from verl_shard.runtime.pipeline_threads import in_a_thread
 
@@ -23,7 +25,6 @@ class Backwards:
 
     Each stage is given its work in one order whatever the threads do: a forward asks `left` before it goes to a stage, and a
     backward goes to a stage once that is open to it and has been given all of the one before.
-    apart: a backward begins when the one before has ended on all stages.
     """
 
     def __init__(
@@ -31,10 +32,8 @@ class Backwards:
         pipe: RootHook,
         backward: Callable[[int, Any], None],
         around: Callable[[], AbstractContextManager[None]],
-        *,
-        apart: bool = False,
     ) -> None:
-        self._pipe, self._backward, self._around, self._apart = pipe, backward, around, apart
+        self._pipe, self._backward, self._around = pipe, backward, around
         self._stages = {device: stage for stage, device in enumerate(pipe.devices)}
         self._changed = threading.Condition()
         self._left = [-1] * len(pipe.devices)
@@ -62,10 +61,11 @@ class Backwards:
         """Whether none runs or waits for its turn."""
         return not self._given
 
-    def give(self, number: int, made: Any) -> None:
-        """The next one. made: what its backward begins with, an output of the last stage as a rule."""
+    def give(self, number: int, made: torch.Tensor, *, apart: bool = False) -> None:
+        """The next one. made: what its backward begins with. apart: it begins when the one before has ended on all stages, and
+        so it does where it begins on another stage than the last."""
         first = self._stages.get(self._pipe.links.of(made), 0)
-        begins = 0 if self._apart or first != len(self._left) - 1 else first
+        begins = 0 if apart or first != len(self._left) - 1 else first
         with self._changed:
             self._given += 1
         run = functools.partial(self._run, number, [made], begins, self._around())
@@ -106,7 +106,7 @@ class Backwards:
                 lambda: self._given_up or (self._open[following] >= number and self._left[following] >= number - 1)
             )
 
-    def _run(self, number: int, made: list[Any], begins: int, around: AbstractContextManager[None]) -> None:
+    def _run(self, number: int, made: list[torch.Tensor], begins: int, around: AbstractContextManager[None]) -> None:
         """made: a list of one, so that nobody else holds it. begins: the stage that must have been given all of the one
         before."""
         with self._changed:

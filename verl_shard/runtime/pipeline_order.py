@@ -37,7 +37,7 @@ def issue(
     *,
     window: Window,
     backward: Callable[[int, Any], None] | None = None,
-    apart: bool = False,
+    last_apart: bool = False,
 ) -> int:
     """Runs n micro-batches, several of them in flight; returns the most that were.
 
@@ -45,10 +45,10 @@ def issue(
     finish: of number and output, what the backward begins with; called in order, as soon as the forward is issued.
     backward: of number and what finish returned, a tensor; over several devices called in other threads, which end in
         order. Without one nothing is kept for it: forwards go on ahead of what finish waits for, on this thread.
-    window: how many may be in flight. apart: no backward begins before the last one has ended.
+    window: how many may be in flight. last_apart: the last backward begins when all others have ended.
     """
     if pipe is not None and backward is not None and window.most > 1:
-        return _staged(pipe, n, forward, finish, backward, window, apart)
+        return _staged(pipe, n, forward, finish, backward, window, last_apart)
     flights: deque[_Done] = deque()
     most = 0
     for at in range(n):
@@ -73,7 +73,7 @@ def _staged(
     finish: Callable[[int, Any], Any],
     backward: Callable[[int, Any], None],
     window: Window,
-    apart: bool,
+    last_apart: bool,
 ) -> int:
     """Backward k begins when the last stage has been given all that it is given before. What the stages before it are given
     before it reaches them is given meanwhile, to each when it has been given all of backward k - 1."""
@@ -82,12 +82,13 @@ def _staged(
     flights: deque[_Flight] = deque()
     most = 0
     try:
-        with Backwards(pipe, backward, around, apart=apart) as backwards:
+        with Backwards(pipe, backward, around) as backwards:
 
             def end(number: int) -> None:
                 if flights[0].complete:
                     backwards.left(number - 1, last)  # what a loss keeps is there once
-                    backwards.give(number, finish(number, flights[0].output()))
+                    made = finish(number, flights[0].output())
+                    backwards.give(number, made, apart=last_apart and number == n - 1)
 
             for at in range(n):
                 ahead = 0

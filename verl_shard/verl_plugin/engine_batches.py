@@ -134,7 +134,7 @@ class MicroBatches:
                 finish,
                 window=self._window(batches.tokens, data, logits, forward_only=forward_only),
                 backward=None if forward_only else backward,
-                apart=engine.averager is not None,  # the last one's gradients are averaged, and none of another's
+                last_apart=engine.averager is not None,  # gradients are averaged as soon as it has made them
             )
         for output in made:  # only now: each of these waits for a GPU
             output["loss"] = float(output["loss"])
