@@ -85,7 +85,8 @@ def test_micro_batches_in_flight_are_counted_by_gpu() -> None:
     for gpu, estimate in both.items():
         assert row.peaks[gpu] - workspaces == pytest.approx(estimate.peak - estimate.workspace, rel=0.02)
     assert both[0].peak - both[0].workspace > 1.2 * (one[0].peak - one[0].workspace)
-    assert both[1].peak == one[1].peak
+    # Of the one that is behind, the hidden states (64 wide), and the cosines and sines of 16 numbers, in fp32.
+    assert both[1].peak - one[1].peak == 4 * PASS["seq_len"] * (64 + 2 * 16)  # type: ignore[operator]
 
 
 def test_a_phase_on_one_gpu_is_the_estimate_beside_what_other_roles_keep() -> None:

@@ -109,7 +109,7 @@ def test_the_peak_of_each_gpu(layers: Sequence[int], in_flight: int, n: int) -> 
     for estimate in estimated(traced, layers):
         for gpu, (ours, theirs) in enumerate(zip(estimate, found, strict=True)):
             # Hidden states that wait for their turn may not have been sent when the GPU is fullest.
-            assert 0.995 < ours / theirs < 1.03, gpu
+            assert 0.995 < ours / theirs < 1.04, gpu
 
 
 def test_all_forwards_first_would_be_far_too_much() -> None:

@@ -211,6 +211,87 @@ def test_no_device_is_kept_waiting_by_what_another_is_given() -> None:
     assert seen["waited"]
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_under_autocast_a_backward_begins_when_the_one_before_has_ended(autocast: bool) -> None:
+    """Casts that are kept belong to the first forward, and autograd comes to them last: with the next backward in front of
+    them, one would wait for the other."""
+    links, model = FakeLinks(), causal()
+    pipe, log = pipeline_of(dispatch_model(model, placed((0, 0, 1, 1)), links=links)), []
+    begun = threading.Event()
+
+    def slow(_: Any, args: Any, output: torch.Tensor) -> None:
+        log.append("forward")
+        if log.count("forward") == 1:
+            output.register_hook(lambda gradient: print(begun.wait(1 if autocast else 20)))
+
+    def backward(number: int, loss: torch.Tensor) -> None:
+        log.append(f"begin {number}")
+        if number == 1:
+            begun.set()
+        torch.autograd.backward(loss)
+        log.append(f"end {number}")
+
+    model.model.layers[1].register_forward_hook(slow)
+    given = batches(4)
+    with links, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        issue(
+            pipe, 4, lambda number: model(**given[number]), lambda number, output: output.loss,
+            window=Window(pipe, 2), backward=backward,
+        )  # fmt: skip
+    assert (log.index("end 0") < log.index("begin 1")) == autocast
+    assert begun.is_set()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_blocks_that_are_computed_again_draw_what_they_drew(dropout: float) -> None:
+    """They set the generators back to what they were, while nobody else may draw from them."""
+
+    def trained(in_flight: int) -> tuple[list[torch.Tensor], list[float], bytes]:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            small_qwen2(attention_dropout=dropout), attn_implementation="eager"
+        ).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        links = FakeLinks()
+        dispatch_model(model, placed((0, 0, 1, 1)), links=links)
+        torch.manual_seed(1)
+        with links:
+            ran = run_micro_batches(model, batches(6), in_flight=in_flight)
+        losses = [float(loss) for loss in ran.losses]
+        return [p.grad for p in model.parameters()], losses, torch.get_rng_state().numpy().tobytes()
+
+    expected = trained(1)
+    for in_flight in (2, 2, 4):
+        gradients, losses, state = trained(in_flight)
+        assert losses == expected[1]
+        assert state == expected[2]
+        assert all((a - b).abs().max() < 1e-6 for a, b in zip(gradients, expected[0], strict=True))
+
+
+def test_what_later_micro_batches_keep_is_counted_too() -> None:
+    """Beside the backwards of earlier ones."""
+    links, model = FakeLinks(), causal()
+    pipe = pipeline_of(dispatch_model(model, placed((0, 0, 1, 1)), links=links))
+    long = [torch.randint(1, 500, (2, n), generator=torch.Generator().manual_seed(n)) for n in (6, 60, 60, 60)]
+    given = [{"input_ids": ids, "labels": ids, "use_cache": False} for ids in long]
+
+    def kept(given: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        window = Window(pipe, "auto", limits=2**40)
+        with links:
+            issue(
+                pipe, len(given), lambda number: model(**given[number]), lambda number, output: output.loss,
+                window=window, backward=lambda number, loss: torch.autograd.backward(loss),
+            )  # fmt: skip
+        return window._kept
+
+    assert pipe is not None
+    short, both, alone = kept(given[:1]), kept(given), kept(given[1:2])
+    for device in ("gpu0", "gpu1"):
+        assert both[device] > 5 * short[device]
+        # But for hidden states that came before.
+        assert both[device] == pytest.approx(alone[device], rel=0.03)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_last_backward_begins_when_all_others_have_ended_where_that_is_asked(apart: bool) -> None:
     """As where gradients are averaged over processes meanwhile. The one before it is held up on the first device."""

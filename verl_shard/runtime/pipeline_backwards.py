@@ -19,6 +19,10 @@ import torch
 from verl_shard.runtime.pipeline_hooks import RootHook
 from verl_shard.runtime.pipeline_threads import in_a_thread
 
+_PATIENCE_S = 30.0
+"""For the backward before, which is late where a part of it is behind this one: autograd has a thread for each GPU, which waits
+here. That is known of what Travels.apart names; of anything else, order is not worth waiting for ever."""
+
 
 class Backwards:
     """Backwards of micro-batches 0, 1, ..., each from the last stage to the first, behind the one before.
@@ -43,7 +47,7 @@ class Backwards:
         self._error: BaseException | None = None
 
     def __enter__(self) -> Backwards:
-        self._pipe.travels.sent_back = self._sent
+        self._pipe.travels.watch(self._sent)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -52,20 +56,16 @@ class Backwards:
             if kind is not None:
                 self._give_up()
             self._changed.wait_for(lambda: not self._given)
-        self._pipe.travels.sent_back = None
+        self._pipe.travels.watch(None)
         if kind is None:
             self._raise()
-
-    @property
-    def idle(self) -> bool:
-        """Whether none runs or waits for its turn."""
-        return not self._given
+        self._error = None
 
     def give(self, number: int, made: torch.Tensor, *, apart: bool = False) -> None:
-        """The next one. made: what its backward begins with. apart: it begins when the one before has ended on all stages, and
-        so it does where it begins on another stage than the last."""
+        """The next one. made: what its backward begins with. apart: it begins when the one before has ended on all stages; so
+        it does where it begins on another stage than the last, and where Travels.apart says why."""
         first = self._stages.get(self._pipe.links.of(made), 0)
-        begins = 0 if apart or first != len(self._left) - 1 else first
+        begins = 0 if apart or self._pipe.travels.apart or first != len(self._left) - 1 else first
         with self._changed:
             self._given += 1
         run = functools.partial(self._run, number, [made], begins, self._around())
@@ -84,9 +84,12 @@ class Backwards:
         self._raise()
 
     def _raise(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # which has this frame, and what is in it would wait for the garbage collector
 
     def _give_up(self) -> None:
         self._given_up = True
@@ -102,9 +105,12 @@ class Backwards:
             if stage:
                 self._left[stage] = max(self._left[stage], number)
                 self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: self._given_up or (self._open[following] >= number and self._left[following] >= number - 1)
+            self._changed.wait_for(lambda: self._given_up or self._open[following] >= number)
+            done = self._changed.wait_for(
+                lambda: self._given_up or self._left[following] >= number - 1, timeout=_PATIENCE_S
             )
+        if not done:
+            self._pipe.travels.apart = True
 
     def _run(self, number: int, made: list[torch.Tensor], begins: int, around: AbstractContextManager[None]) -> None:
         """made: a list of one, so that nobody else holds it. begins: the stage that must have been given all of the one

@@ -63,8 +63,14 @@ class Travels:
         self._kept: Any = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
         self._ready: dict[int, _Sent] = {}
-        self.sent_back: Callable[[int, Any, Any], None] | None = None
-        """Told in backward passes of numbered forwards: of which one a gradient goes, from where, and to where."""
+        self._sent_back: Callable[[int, Any, Any], None] | None = None
+        self._crossed: set[tuple[int, Any]] = set()
+        self.apart = False
+        """Whether a device may not be given a backward before it has been given all of the one before. One that has left it may
+        have more to do there: to cast weights back, whose casts autocast keeps from the first forward on, and where a second
+        tensor came over the same border."""
+        self.ran_again = False
+        """Whether a block was computed again, outside of any forward."""
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
@@ -98,6 +104,7 @@ class Travels:
         """
         stop: Callable[[Any], None] | None = getattr(self._local, "stop", None)
         if stop is None:
+            self.ran_again = True
             return self.move_all(args, device), self.move_all(kwargs, device, skip)
         late: list[Parcel] = []
         self._local.late = late
@@ -163,11 +170,23 @@ class Travels:
 
     def _carried(self, tensor: torch.Tensor, device: Any, parcel: Parcel) -> torch.Tensor:
         number: int | None = getattr(self._local, "number", None)
-        told = None if number is None else functools.partial(self._told, number)
+        told = None
+        if number is not None and _wants_grad(tensor):
+            told = functools.partial(self._told, number)
+            autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+            self.apart = self.apart or autocast or (number, device) in self._crossed
+            self._crossed.add((number, device))
         return carry(self.links, tensor, device, parcel, self._take_in, told)
 
+    def watch(self, sent_back: Callable[[int, Any, Any], None] | None) -> None:
+        """sent_back: told from now on, in backward passes of numbered forwards, of which one a gradient goes, from where, and
+        to where. None: nobody is."""
+        self._sent_back = sent_back
+        self._crossed.clear()
+        self.apart = self.ran_again = False
+
     def _told(self, number: int, source: Any, target: Any) -> None:
-        if (told := self.sent_back) is not None:
+        if (told := self._sent_back) is not None:
             told(number, source, target)
 
     def _start(self, tensor: torch.Tensor, device: Any) -> Parcel:

@@ -76,8 +76,13 @@ def _staged(
     last_apart: bool,
 ) -> int:
     """Backward k begins when the last stage has been given all that it is given before. What the stages before it are given
-    before it reaches them is given meanwhile, to each when it has been given all of backward k - 1."""
+    before it reaches them is given meanwhile, to each when it has been given all of backward k - 1.
+
+    Not where forwards draw random numbers and blocks are computed again, with the generators set back to what they were: there
+    each backward runs by itself. The first one shows whether blocks are.
+    """
     last = len(pipe.devices) - 1
+    travels, before, alone = pipe.travels, _random_states(pipe), False
     around = _as_here(pipe)
     flights: deque[_Flight] = deque()
     most = 0
@@ -98,16 +103,21 @@ def _staged(
                         flights.append(_Flight(at + ahead, call, pipe, window, around()))
                     most = max(most, len(flights))
                     flight, until = flights[ahead], window.stage(ahead, n)
-                    if until < last:
+                    if until < last and not alone:
                         end(at)
                     backwards.open(at, until)
                     if flight.next <= until:
                         backwards.left(at - 1, flight.next)
-                        flight.advance(until, counted=backwards.idle)
+                        flight.advance(until)
+                    if at == ahead == 0:
+                        alone = _random_states(pipe) != before
                     ahead += 1
                 end(at)
                 backwards.open(at, -1)
                 flights.popleft()
+                if alone:
+                    backwards.left(at, 0)
+                    alone = travels.ran_again
     finally:
         for flight in flights:
             flight.give_up()
@@ -172,7 +182,6 @@ class _Flight:
         self._output: Any = None
         self._error: BaseException | None = None
         self._given_up = self._taken = False
-        self._counted = True
         self._ended = threading.Event()
         in_a_thread("forward", functools.partial(contextvars.copy_context().run, self._main), self._end)
 
@@ -186,24 +195,26 @@ class _Flight:
         """Whether there is an output that nobody has taken."""
         return self._ended.is_set() and not self._taken
 
-    def advance(self, stage: int, *, counted: bool) -> None:
-        """Goes on to the end of that stage; raises what the forward raised. counted: nothing else makes or frees anything
-        meanwhile, so that what this keeps can be counted."""
+    def advance(self, stage: int) -> None:
+        """Goes on to the end of that stage; raises what the forward raised. What is kept is counted on the devices of these
+        stages, which no backward is given anything meanwhile."""
         if self.next > stage:
             return
         self._until = stage
-        self._counted = self._counted and counted
-        with self._window.counting(self._kept):
+        with self._window.counting(self._kept, self._pipe.devices[self.next : stage + 1]):
             self._go.release()
             self._stopped.acquire()
         self._landed()
 
     def _landed(self) -> None:
         """After a stage: an error is raised here, and what was kept is known at the end."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        if self._ended.is_set() and self._counted:
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # which has this frame, and what is in it would wait for the garbage collector
+        if self._ended.is_set():
             self._window.learn(self._kept)
 
     def output(self) -> Any:
@@ -242,6 +253,15 @@ class _Flight:
             self._go.acquire()
             if self._given_up:
                 raise _GivenUp
+
+
+def _random_states(pipe: RootHook) -> list[bytes]:
+    """Of the generators that a forward may draw from."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gpus = [device for device in pipe.devices if isinstance(device, torch.device) and device.type == "cuda"]
+        states += [torch.cuda.get_rng_state(gpu) for gpu in gpus]
+    return [state.numpy().tobytes() for state in states]
 
 
 def _as_here(pipe: RootHook) -> Callable[[], AbstractContextManager[None]]:

@@ -116,14 +116,17 @@ class Window:
         return last_stage(ahead, self._stages, min(self.number, n))
 
     @contextmanager
-    def counting(self, kept: dict[Any, int] | None = None) -> Iterator[dict[Any, int]]:
-        """Adds to `kept` what is on each device afterwards and was not before."""
+    def counting(
+        self, kept: dict[Any, int] | None = None, devices: Sequence[Any] | None = None
+    ) -> Iterator[dict[Any, int]]:
+        """Adds to `kept` what is on each device afterwards and was not before. devices: those, by default all."""
         counted = {} if kept is None else kept
         if not self._limits or self._pipe is None:
             yield counted
             return
         held = self._pipe.links.held
-        before = {device: held(device) for device in self._pipe.devices if device in self._limits}
+        used = self._pipe.devices if devices is None else devices
+        before = {device: held(device) for device in used if device in self._limits}
         yield counted
         for device, size in before.items():
             counted[device] = counted.get(device, 0) + held(device) - size

@@ -97,14 +97,19 @@ class MicroBatches:
         batches = micro_batches(data, engine.get_data_parallel_group())
         made: list[dict[str, Any]] = []
 
+        failed: list[dict[str, Any]] = []
+
         @contextmanager
         def at(number: int) -> Iterator[None]:
-            """What it is that fails: a backward may run beside a later forward."""
-            self.at = here = {"rows": batches.rows[number], "tokens": batches.tokens[number]}
+            """Which one fails, the first that does: a backward may run beside a later forward."""
+            here = {"rows": batches.rows[number], "tokens": batches.tokens[number]}
+            if not failed:
+                self.at = here
             try:
                 yield
             except Exception:
-                self.at = here
+                failed.append(here)
+                self.at = failed[0]
                 raise
 
         def forward(number: int) -> Passed:
@@ -112,8 +117,8 @@ class MicroBatches:
                 return self.forward(batches[number], loss_function)
 
         def finish(number: int, passed: Passed) -> torch.Tensor | None:
-            del number
-            loss, output = self.finish(passed, loss_function)
+            with at(number):
+                loss, output = self.finish(passed, loss_function)
             if not keep_output:  # as verl: of a whole mini-batch they would fill the GPU
                 del output["model_output"]
             made.append(output)

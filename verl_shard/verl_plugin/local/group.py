@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import tempfile
@@ -130,7 +131,17 @@ def join(*, gpu: int | None) -> Processes:
         else:
             store = Path(tempfile.mkdtemp(prefix="verl_shard_group_")) / "store"
             distributed.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+        if gpu is None:
+            atexit.register(_leave)
     return Processes(distributed.get_rank(), distributed.get_world_size(), local)
+
+
+def _leave() -> None:
+    """gloo's threads take a process down that ends while it is in a group."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @contextmanager
