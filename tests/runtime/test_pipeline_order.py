@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -14,6 +16,8 @@ import transformers
 from runtime.fake_links import FakeLinks
 from shapes import small_qwen2
 
+from verl_shard.common import notices
+from verl_shard.common.notices import ShardNotice
 from verl_shard.memory.in_flight import issued
 from verl_shard.runtime import pipeline_threads
 from verl_shard.runtime.micro_batches import run_micro_batches
@@ -211,35 +215,41 @@ def test_no_device_is_kept_waiting_by_what_another_is_given() -> None:
     assert seen["waited"]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_under_autocast_a_backward_begins_when_the_one_before_has_ended(autocast: bool) -> None:
-    """Casts that are kept belong to the first forward, and autograd comes to them last: with the next backward in front of
-    them, one would wait for the other."""
+def log_of(n: int, held: int, until: int, seconds: float, **how: Any) -> list[str]:
+    """Begins and ends of n backwards on two devices, of which one is held up on the first until another begins, or so long."""
     links, model = FakeLinks(), causal()
     pipe, log = pipeline_of(dispatch_model(model, placed((0, 0, 1, 1)), links=links)), []
-    begun = threading.Event()
+    begun, forwards = threading.Event(), itertools.count()
 
     def slow(_: Any, args: Any, output: torch.Tensor) -> None:
-        log.append("forward")
-        if log.count("forward") == 1:
-            output.register_hook(lambda gradient: print(begun.wait(1 if autocast else 20)))
+        if next(forwards) == held:
+            output.register_hook(lambda gradient: log.append(f"waited {begun.wait(seconds)}"))
 
     def backward(number: int, loss: torch.Tensor) -> None:
         log.append(f"begin {number}")
-        if number == 1:
+        if number == until:
             begun.set()
         torch.autograd.backward(loss)
         log.append(f"end {number}")
 
     model.model.layers[1].register_forward_hook(slow)
-    given = batches(4)
-    with links, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    given = batches(n)
+    with links:
         issue(
-            pipe, 4, lambda number: model(**given[number]), lambda number, output: output.loss,
-            window=Window(pipe, 2), backward=backward,
+            pipe, n, lambda number: model(**given[number]), lambda number, output: output.loss,
+            window=Window(pipe, 2), backward=backward, **how,
         )  # fmt: skip
+    return log
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_under_autocast_a_backward_begins_when_the_one_before_has_ended(autocast: bool) -> None:
+    """Casts that are kept belong to the first forward, and autograd comes to them last: with the next backward in front of
+    them, one would wait for the other."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        log = log_of(4, held=0, until=1, seconds=1 if autocast else 20)
     assert (log.index("end 0") < log.index("begin 1")) == autocast
-    assert begun.is_set()
+    assert f"waited {not autocast}" in log
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -262,15 +272,33 @@ def test_blocks_that_are_computed_again_draw_what_they_drew(dropout: float) -> N
 
     expected = trained(1)
     for in_flight in (2, 2, 4):
-        gradients, losses, state = trained(in_flight)
+        notices._said.clear()
+        said = pytest.warns(ShardNotice, match="Using backwards that run by themselves") if dropout else nullcontext()
+        with said:
+            gradients, losses, state = trained(in_flight)
         assert losses == expected[1]
         assert state == expected[2]
         assert all((a - b).abs().max() < 1e-6 for a, b in zip(gradients, expected[0], strict=True))
 
 
 def test_what_later_micro_batches_keep_is_counted_too() -> None:
-    """Beside the backwards of earlier ones."""
-    links, model = FakeLinks(), causal()
+    """Beside the backwards of earlier ones, whose gradients may come to a device while a forward is counted there: here copies
+    do not count."""
+
+    copied: Counter[str] = Counter()
+
+    class Without(FakeLinks):
+        def start(self, tensor: torch.Tensor, device: str, after: Any = None) -> Parcel:
+            parcel = super().start(tensor, device, after)
+            size = parcel.tensor.untyped_storage().nbytes()
+            copied[device] += size
+            weakref.finalize(parcel.tensor.untyped_storage(), lambda: copied.subtract({device: size}))
+            return parcel
+
+        def held(self, device: str) -> int:
+            return super().held(device) - copied[device]
+
+    links, model = Without(), causal()
     pipe = pipeline_of(dispatch_model(model, placed((0, 0, 1, 1)), links=links))
     long = [torch.randint(1, 500, (2, n), generator=torch.Generator().manual_seed(n)) for n in (6, 60, 60, 60)]
     given = [{"input_ids": ids, "labels": ids, "use_cache": False} for ids in long]
@@ -288,36 +316,13 @@ def test_what_later_micro_batches_keep_is_counted_too() -> None:
     short, both, alone = kept(given[:1]), kept(given), kept(given[1:2])
     for device in ("gpu0", "gpu1"):
         assert both[device] > 5 * short[device]
-        # But for hidden states that came before.
         assert both[device] == pytest.approx(alone[device], rel=0.03)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_last_backward_begins_when_all_others_have_ended_where_that_is_asked(apart: bool) -> None:
     """As where gradients are averaged over processes meanwhile. The one before it is held up on the first device."""
-    links, model = FakeLinks(), causal()
-    pipe, log = pipeline_of(dispatch_model(model, placed((0, 0, 1, 1)), links=links)), []
-    begun = threading.Event()
-
-    def slow(_: Any, args: Any, output: torch.Tensor) -> None:
-        log.append("slow")
-        if log.count("slow") == 2:
-            output.register_hook(lambda gradient: log.append(f"waited {begun.wait(1 if apart else 20)}"))
-
-    def backward(number: int, loss: torch.Tensor) -> None:
-        log.append(f"begin {number}")
-        if number == 2:
-            begun.set()
-        torch.autograd.backward(loss)
-        log.append(f"end {number}")
-
-    model.model.layers[1].register_forward_hook(slow)
-    given = batches(3)
-    with links:
-        issue(
-            pipe, 3, lambda number: model(**given[number]), lambda number, output: output.loss,
-            window=Window(pipe, 2), backward=backward, last_apart=apart,
-        )  # fmt: skip
+    log = log_of(3, held=1, until=2, seconds=1 if apart else 20, last_apart=apart)
     assert (log.index("end 1") < log.index("begin 2")) == apart
     assert f"waited {not apart}" in log
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from verl_shard.common.notices import notice
 from verl_shard.runtime.pipeline_hooks import RootHook
-from verl_shard.runtime.pipeline_threads import in_a_thread
+from verl_shard.runtime.pipeline_threads import Failure, in_a_thread
 
 _PATIENCE_S = 30.0
 """For the backward before, which is late where a part of it is behind this one: autograd has a thread for each GPU, which waits
@@ -44,7 +45,7 @@ class Backwards:
         self._open = [-1] * len(pipe.devices)
         self._given = 0
         self._given_up = False
-        self._error: BaseException | None = None
+        self._failure = Failure()
 
     def __enter__(self) -> Backwards:
         self._pipe.travels.watch(self._sent)
@@ -58,8 +59,8 @@ class Backwards:
             self._changed.wait_for(lambda: not self._given)
         self._pipe.travels.watch(None)
         if kind is None:
-            self._raise()
-        self._error = None
+            self._failure.raise_it()
+        self._failure.forget()
 
     def give(self, number: int, made: torch.Tensor, *, apart: bool = False) -> None:
         """The next one. made: what its backward begins with. apart: it begins when the one before has ended on all stages; so
@@ -81,15 +82,7 @@ class Backwards:
         """Waits until a stage has been given all of that backward; raises what a backward raised."""
         with self._changed:
             self._changed.wait_for(lambda: self._left[stage] >= number or self._given_up)
-        self._raise()
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # which has this frame, and what is in it would wait for the garbage collector
+        self._failure.raise_it()
 
     def _give_up(self) -> None:
         self._given_up = True
@@ -111,6 +104,14 @@ class Backwards:
             )
         if not done:
             self._pipe.travels.apart = True
+            why = f"the backward before another one was not done for {_PATIENCE_S:.0f} s, with which that waits in one thread"
+            notice(
+                "backwards-in-turn",
+                "run_micro_batches",
+                None,
+                why,
+                "backwards that begin when the one before has ended",
+            )
 
     def _run(self, number: int, made: list[torch.Tensor], begins: int, around: AbstractContextManager[None]) -> None:
         """made: a list of one, so that nobody else holds it. begins: the stage that must have been given all of the one
@@ -124,7 +125,7 @@ class Backwards:
                 self._backward(number, made.pop())
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             with self._changed:
-                self._error = self._error or error
+                self._failure.keep(error)
                 self._give_up()
             return
         with self._changed:

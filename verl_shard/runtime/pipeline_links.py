@@ -160,8 +160,8 @@ SentBack = Callable[[Any, Any], None]
 class _Way:
     """Where a gradient is between the two ends of a copy."""
 
-    def __init__(self, links: Links, take_in: TakeIn, sent_back: SentBack | None) -> None:
-        self.links, self.take_in, self.sent_back = links, take_in, sent_back
+    def __init__(self, links: Links, sent_back: SentBack | None) -> None:
+        self.links, self.sent_back = links, sent_back
         self.back: Parcel | None = None
 
 
@@ -189,11 +189,11 @@ class _Come(torch.autograd.Function):
     """The end of a copy on the device that it goes to: from there its gradient is sent back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, way: _Way, parcel: Parcel) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, way: _Way, copy: torch.Tensor) -> torch.Tensor:
         ctx.way, ctx.home = way, way.links.of(tensor)
         ctx.set_materialize_grads(False)
         # An alias, as autograd takes what is returned for its own, and a copy may be used again.
-        return way.take_in(parcel).detach()
+        return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
@@ -217,9 +217,9 @@ def carry(
     """A tensor on another device, its gradient coming back the same way. parcel: its copy, if it was made before. take_in:
     called instead of links.arrive, to do that later. sent_back: called in the backward."""
     made = links.start(tensor.detach(), device) if parcel is None else parcel
-    arrive = links.arrive if take_in is None else take_in
+    copy = links.arrive(made) if take_in is None else take_in(made)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return arrive(made)
-    way = _Way(links, arrive, sent_back)
-    moved: torch.Tensor = _Come.apply(_Leave.apply(tensor, way), way, made)  # type: ignore[no-untyped-call]
+        return copy
+    way = _Way(links, sent_back)
+    moved: torch.Tensor = _Come.apply(_Leave.apply(tensor, way), way, copy)  # type: ignore[no-untyped-call]
     return moved

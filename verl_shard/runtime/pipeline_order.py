@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from verl_shard.common.notices import notice
 from verl_shard.runtime.pipeline_backwards import Backwards
 from verl_shard.runtime.pipeline_hooks import RootHook
-from verl_shard.runtime.pipeline_threads import in_a_thread
+from verl_shard.runtime.pipeline_threads import Failure, in_a_thread
 from verl_shard.runtime.pipeline_window import Window
 
 _TYPES = ("cuda", "cpu")
@@ -118,6 +119,9 @@ def _staged(
                 if alone:
                     backwards.left(at, 0)
                     alone = travels.ran_again
+                    if alone:
+                        why = "forwards draw random numbers, as for dropout, and checkpointed blocks set the generators back"
+                        notice("backwards-alone", "in_flight", window.most, why, "backwards that run by themselves")
     finally:
         for flight in flights:
             flight.give_up()
@@ -180,7 +184,7 @@ class _Flight:
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._call: Callable[[], Any] | None = call
         self._output: Any = None
-        self._error: BaseException | None = None
+        self._failure = Failure()
         self._given_up = self._taken = False
         self._ended = threading.Event()
         in_a_thread("forward", functools.partial(contextvars.copy_context().run, self._main), self._end)
@@ -208,12 +212,7 @@ class _Flight:
 
     def _landed(self) -> None:
         """After a stage: an error is raised here, and what was kept is known at the end."""
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # which has this frame, and what is in it would wait for the garbage collector
+        self._failure.raise_it()
         if self._ended.is_set():
             self._window.learn(self._kept)
 
@@ -227,7 +226,8 @@ class _Flight:
         self._given_up = True
         self._go.release()
         self._ended.wait()
-        self._output = self._error = None
+        self._output = None
+        self._failure.forget()
 
     def _main(self) -> None:
         self._go.acquire()
@@ -237,7 +237,7 @@ class _Flight:
                 with self._around, self._pipe.travels.stopping(self._stop, self._number):
                     self._output = call()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            self._error = error
+            self._failure.keep(error)
 
     def _end(self) -> None:
         self._ended.set()

@@ -7,14 +7,33 @@ pipeline gains.
 
 from __future__ import annotations
 
-import atexit
 import os
 import queue
 import threading
 from collections.abc import Callable
 from typing import Literal, get_args
 
-_PATIENCE_S = 5.0
+
+class Failure:
+    """What was raised in a thread, to be raised where it is waited for: the first, once."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def keep(self, error: BaseException) -> None:
+        self._error = self._error or error
+
+    def forget(self) -> None:
+        self._error = None
+
+    def raise_it(self) -> None:
+        """Nothing, when nothing was raised."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # which has this frame, and what is in it would wait for the garbage collector
 
 
 class _Worker:
@@ -22,21 +41,14 @@ class _Worker:
 
     def __init__(self, kind: str, idle: list[_Worker]) -> None:
         self._idle = idle
-        self._stays = True
         self._given: queue.SimpleQueue[tuple[Callable[[], object], Callable[[], object]]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"verl_shard {kind}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._work, name=f"verl_shard {kind}", daemon=True).start()
 
     def give(self, call: Callable[[], object], then: Callable[[], object]) -> None:
         self._given.put((call, then))
 
-    def end(self) -> None:
-        self._stays = False
-        self.give(_nothing, _nothing)
-        self._thread.join(_PATIENCE_S)
-
     def _work(self) -> None:
-        while self._stays:
+        while True:
             call, then = self._given.get()
             call()
             del call  # and with it what it holds
@@ -49,21 +61,9 @@ Kind = Literal["forward", "backward"]
 _IDLE: dict[Kind, list[_Worker]] = {kind: [] for kind in get_args(Kind)}
 
 
-def _nothing() -> None:
-    pass
-
-
 def _forget() -> None:
     for idle in _IDLE.values():
         idle.clear()
-
-
-@atexit.register
-def _end() -> None:
-    """One that still lets go of tensors when the interpreter ends would take the process down with it."""
-    for idle in _IDLE.values():
-        while idle:
-            idle.pop().end()
 
 
 if hasattr(os, "register_at_fork"):
