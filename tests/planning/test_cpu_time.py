@@ -129,9 +129,10 @@ def test_the_report_says_where_the_time_is_from() -> None:
 
 
 def test_the_two_placements_of_an_h200_are_in_the_measured_order() -> None:
-    """A check of the arithmetic and not of the model: the default rate is from these two steps."""
+    """The rates of a rollout by graphs and of the CPU are from another run of this bench; the slower host of this one makes
+    every phase longer, by up to 60 % where the GPU waits for launches."""
     record = json.loads((Path(__file__).parents[2] / "docs" / "results" / "h200_elastic.json").read_text())
-    measured = {row["placement"]: row["step_s"] for row in record["rows"]}
+    measured = {row["placement"]: row for row in record["rows"]}
     load = Load(**record["load"])
     config, card = named_config(record["model"]), find_card("h200")
     found = {
@@ -140,12 +141,13 @@ def test_the_two_placements_of_an_h200_are_in_the_measured_order() -> None:
     }
     predicted = {name: made.step_s or 0.0 for name, made in found.items()}
     assert predicted[TOGETHER] < predicted[BY_HAND]
-    longer = measured[BY_HAND] - measured[TOGETHER]
-    assert predicted[BY_HAND] - predicted[TOGETHER] == pytest.approx(longer, rel=0.15)
+    for name, row in measured.items():
+        assert 0.75 < predicted[name] / row["step_s"] < 1
+        assert found[name].phases["generate"] == pytest.approx(row["phases"]["generate"], rel=0.15)
+        assert found[name].peak == pytest.approx(row["peaks"][0], rel=0.01)
+    assert found[BY_HAND].phases["reward"] == pytest.approx(measured[BY_HAND]["phases"]["reward"], rel=0.02)
     # Qwen2 0.5B: 24 blocks of width 896, keys and values of 128, 4,864 inside; products of attention counted whole.
     tokens, block = 16 * 512, 2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864
     n_flops = 24 * (2 * tokens * block + 4 * tokens * 512 * 896)
     assert found[BY_HAND].phases["reward"] == pytest.approx(n_flops / CPU_FLOPS, rel=1e-4)
-    beside = sum(found[BY_HAND].phases[name] for name in ("old_log_prob", "ref_log_prob", "values"))
-    took = longer + found[TOGETHER].phases["reward"] + beside
-    assert pytest.approx(n_flops / took, rel=0.01) == CPU_FLOPS
+    assert pytest.approx(n_flops / 2.607, rel=0.01) == CPU_FLOPS

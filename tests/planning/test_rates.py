@@ -39,10 +39,16 @@ def test_saved_is_loaded(tmp_path: Path) -> None:
 def test_a_file_of_before_the_cpu_was_measured_has_the_default_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     rates = replace(Rates.of(CARDS["l4-24g"]), source="measured")
-    old = {name: value for name, value in asdict(rates).items() if name != "cpu_flops"}
+    later = ("cpu_flops", "graph_kernel_s")
+    old = {name: value for name, value in asdict(rates).items() if name not in later}
     path.write_text(json.dumps({"schema": SCHEMA, "rates": old}))
-    with pytest.warns(ShardNotice, match="cpu_flops.*Using 2.04e\\+12, as 16 cores beside an H200 reached, instead"):
+    with pytest.warns(ShardNotice) as said:
         assert Rates.load(path) == rates
+    words = [str(one.message) for one in said]
+    assert "cpu_flops" in words[0]
+    assert "Using 2.39e+12, as 16 cores beside an H200 reached, instead" in words[0]
+    assert "graph_kernel_s" in words[1]
+    assert "Using 2.9e-06, as an H200 took, instead" in words[1]
     Rates.load(path)  # warnings are errors: it is said once
     assert rates.cpu_source == "as 16 cores beside an H200 reached; verl-shard bench rates measures another host"
     assert replace(rates, cpu_flops=1e12).cpu_source == "measured"

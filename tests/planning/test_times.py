@@ -176,7 +176,7 @@ def test_a_token_by_memory_bandwidth(batch: int, prompt: int) -> None:
 
 def test_a_token_of_a_graph_is_launched_at_once_and_copies_no_cache() -> None:
     """Weights and a full cache over the bandwidth; three launches of a token for each graph, of which 1,024 tokens need 16."""
-    free = replace(_H200, decode_s=0.0, forward_s=0.0, token_s=0.0, kernel_s=0.0)
+    free = replace(_H200, decode_s=0.0, forward_s=0.0, token_s=0.0, kernel_s=0.0, graph_kernel_s=0.0)
     wanted = PassSpec(phase="generate", batch_size=16, seq_len=512, new_tokens=1025)
     traced = _traced("qwen2-7b", wanted)
 
@@ -193,6 +193,56 @@ def test_a_token_of_a_graph_is_launched_at_once_and_copies_no_cache() -> None:
     assert decoding(hosted) == pytest.approx(16 * 3 * step_s + (1024 - 16) / 1024 * decoding(free), rel=1e-6)
     # None is made for the 4 of 1,024 that are left after 6 of 170.
     assert decoding(hosted, 170) == pytest.approx((6 * 3 + 4) * step_s + (1020 - 6) / 1024 * decoding(free), rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+def test_a_token_of_a_graph_repeats_no_key_and_has_kernels_of_its_own(precision: str) -> None:
+    """Of a padded batch transformers' generate repeats keys and values seven times; ours reads them once, and in fp32 under
+    autocast casts them: read and written, and the half read."""
+    free = replace(_H200, decode_s=0.0, forward_s=0.0, token_s=0.0, kernel_s=0.0, graph_kernel_s=0.0)
+    wanted = PassSpec(
+        phase="generate", batch_size=16, seq_len=512, new_tokens=65, padded=True, trainable=True, precision=precision
+    )  # fmt: skip
+    traced = _traced("qwen2-7b", wanted)
+
+    def a_token(rates: Rates, graph_steps: int) -> float:
+        made = [generate_seconds(traced, wanted, rates, new_tokens=n, graph_steps=graph_steps) for n in (1, 65)]
+        return (made[1].seconds - made[0].seconds) / 64
+
+    weights = 2 * (7_615_616_512 - 152_064 * 3584)
+    numbers = 28 * 2 * 4 * 128 * 16 * 576
+    moved = {"bf16": 2, "bf16-mixed": 4 + 2 + 2}[precision] * numbers
+    least = (weights + moved) / free.memory_bandwidth
+    assert least < a_token(free, 64) < 1.1 * least
+    assert a_token(free, 0) > least + 7 * 2 * numbers / free.memory_bandwidth  # where they are repeated
+    # Launched one by one, a kernel has kernel_s; of those of a graph the copies of the cache are left out: two are appended,
+    # two repeated and, where they are fp32, two cast, in each of 28 layers.
+    plain, graphed = replace(free, kernel_s=1.0), replace(free, graph_kernel_s=1.0)
+    n_copies = 28 * {"bf16": 4, "bf16-mixed": 6}[precision]
+    assert a_token(plain, 0) - a_token(graphed, 64) == pytest.approx(n_copies, abs=0.01)
+
+
+def test_rollouts_measured_on_an_h200() -> None:
+    """64 requests of Qwen2 7B, of which nothing was fitted: rows that have ended leave where a graph ends."""
+    record = json.loads((Path(__file__).parents[2] / "docs" / "results" / "h200_generate.json").read_text())
+    prompts, responses = record["prompt_tokens"], record["response_tokens"]
+    rates = Rates.of(CARDS["h200-141g"])
+    seconds, at = 0.0, 0
+    while at < max(responses) - 1:
+        rows = [prompt for prompt, response in zip(prompts, responses, strict=True) if response - 1 > at]
+        n = min(64, max(responses) - 1 - at)
+        wanted = PassSpec(
+            phase="generate", batch_size=len(rows), seq_len=max(rows) + at, new_tokens=n + 1, padded=True, precision="bf16"
+        )  # fmt: skip
+        traced = _traced(record["model"], wanted)
+        whole, prompt = (
+            generate_seconds(traced, wanted, rates, new_tokens=made, graph_steps=64).seconds for made in (n + 1, 1)
+        )
+        # Prompts are computed in groups of alike ones: by their tokens, as if there were no padding.
+        seconds += whole - prompt + (0.0 if at else prompt * sum(prompts) / (len(prompts) * max(prompts)))
+        at += n
+    (measured,) = [row["seconds"] for row in record["rows"] if row["way"] == "ours"]
+    assert seconds == pytest.approx(measured, rel=0.1)
 
 
 def test_gradients_are_added_up() -> None:

@@ -71,9 +71,10 @@ def _card(name: str) -> Any:
 
 
 def measure_rates() -> Rates:
-    """Everything in Rates but `kernel_s`, on the first GPU and its host; the link to a second GPU where there is one.
+    """Rates of the first GPU and its host; the link to a second GPU where there is one.
 
-    What kernels take beside their work shows only in real models, and is fitted to those: see bench times.
+    What kernels take beside their work (`kernel_s`, `graph_kernel_s`) shows only in real models, and is fitted to those: the
+    first by bench times, the second from bench elastic.
     """
     import torch
 

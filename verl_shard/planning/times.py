@@ -7,7 +7,7 @@ each in `forward_s`, `backward_s` ... seconds, ahead of the GPU, which can work 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,18 @@ import numpy as np
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import GRADIENTS, KV_CACHE, WEIGHTS
 from verl_shard.memory.trace import Trace
-from verl_shard.memory.work import ATTENTION, BACKWARD, CASTS, DECODE, FORWARD, OPTIMIZER, PHASES, RECOMPUTE, Work
+from verl_shard.memory.work import (
+    ATTENTION,
+    BACKWARD,
+    CASTS,
+    DECODE,
+    FORWARD,
+    MOVES,
+    OPTIMIZER,
+    PHASES,
+    RECOMPUTE,
+    Work,
+)
 from verl_shard.models.decoding import FEWEST_STEPS
 from verl_shard.planning.rates import Rates
 
@@ -152,29 +163,62 @@ def generate_seconds(
     n = made - 1
     if n < 1:
         return prompt + PassTime(seconds=rates.token_s, host_s=rates.token_s)
-    whole = costs.part((DECODE,), (0, traced.n_blocks))
-    decoding = work.of(DECODE, 0, traced.n_blocks)
-    cache_s = float(_cache_bytes(traced).sum()) / rates.memory_bandwidth
-    # Stand-ins say what they compute and not what they read: the cache, and the weights of experts.
-    stand_ins = (decoding.flops > 0) & (decoding.n_bytes == 0)
-    uncounted = cache_s if (stand_ins & (decoding.kinds == ATTENTION)).any() else 0.0
-    experts = np.unique(decoding.blocks[stand_ins & (decoding.kinds != ATTENTION)])
-    unread = np.maximum(_held(traced, WEIGHTS) / rates.memory_bandwidth - costs.gpu_s(DECODE), 0.0)[experts]
-    full = whole.memory_s + uncounted + float(unread.sum())
-    growing = min(3 * cache_s, full)
+    decoding = _decoding(traced, wanted, rates, costs, by_graph=bool(graph_steps))
     shares = np.arange(wanted.seq_len + 1, wanted.seq_len + n + 1) / wanted.length
-    memory_s = full - growing * (1 - shares)
-    host_s = np.full(n, whole.host_s)
-    if graph_steps:
-        memory_s = np.full(n, full - growing + min(cache_s, growing))
-        for at in range(0, n, graph_steps):
-            if min(graph_steps, n - at) >= FEWEST_STEPS:
-                host_s[at : at + graph_steps] = 0
-                host_s[at] = 3 * whole.host_s
-    seconds = np.maximum(whole.compute_s + memory_s, host_s)
-    decode = PassTime(float(seconds.sum()), n * whole.compute_s, float(memory_s.sum()), float(host_s.sum()))
+    memory_s = decoding.memory_s - decoding.growing_s * (1 - shares)
+    host_s = np.full(n, decoding.host_s)
+    for at in range(0, n, graph_steps) if graph_steps else ():
+        if min(graph_steps, n - at) >= FEWEST_STEPS:
+            host_s[at : at + graph_steps] = 0
+            host_s[at] = 3 * decoding.host_s
+    seconds = np.maximum(decoding.compute_s + memory_s, host_s)
+    decode = PassTime(float(seconds.sum()), n * decoding.compute_s, float(memory_s.sum()), float(host_s.sum()))
     tokens_s = made * rates.token_s
     return prompt + decode + PassTime(seconds=tokens_s, host_s=tokens_s)
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """Seconds of one token at full length. growing_s: the part of memory_s that is in proportion to the length."""
+
+    compute_s: float
+    memory_s: float
+    host_s: float
+    growing_s: float
+
+
+def _decoding(traced: Trace, wanted: PassSpec, rates: Rates, costs: _Costs, *, by_graph: bool) -> _Decoding:
+    whole = costs.part((DECODE,), (0, traced.n_blocks))
+    work = traced.recording.work.of(DECODE, 0, traced.n_blocks)
+    cache_s = float(_cache_bytes(traced).sum()) / rates.memory_bandwidth
+    # Stand-ins say what they compute and not what they read: the cache, and the weights of experts.
+    stand_ins = (work.flops > 0) & (work.n_bytes == 0)
+    uncounted = cache_s if (stand_ins & (work.kinds == ATTENTION)).any() else 0.0
+    experts = np.unique(work.blocks[stand_ins & (work.kinds != ATTENTION)])
+    unread = np.maximum(_held(traced, WEIGHTS) / rates.memory_bandwidth - costs.gpu_s(DECODE), 0.0)[experts]
+    full = whole.memory_s + uncounted + float(unread.sum())
+    if not by_graph:
+        return _Decoding(whole.compute_s, full, whole.host_s, min(3 * cache_s, full))
+    copies = _copies_of_cache(traced, work)
+    copied_s = float(work.n_bytes[copies].sum()) / rates.memory_bandwidth
+    n_left = len(work.kinds) - int(copies.sum())
+    kernels_s = len(work.kinds) * rates.kernel_s - n_left * rates.graph_kernel_s
+    casts_s = cache_s if wanted.used_precision == "bf16-mixed" else 0.0
+    return _Decoding(whole.compute_s, full - copied_s - kernels_s + casts_s, whole.host_s, 0.0)
+
+
+def _copies_of_cache(traced: Trace, work: Work) -> np.ndarray:
+    """Which operations copy all keys or all values of a Block: to append a token, for heads that share them, to cast them.
+
+    They move what those take, or more, and a whole multiple of half of it: keys in 32 bits are cast to 16. Activations of
+    one token may do so where a cache is very short, and are small then.
+    """
+    halves = np.zeros(traced.n_blocks)
+    for block, sizes in _last_caches(traced):
+        halves[block] = sizes.min() / 2
+    half = halves[work.blocks]
+    moves = (work.kinds == MOVES) | (work.kinds == CASTS)
+    return np.asarray(moves & (half > 0) & (work.n_bytes >= 2 * half) & (work.n_bytes % np.maximum(half, 1) == 0))
 
 
 def host_copy_seconds(n_bytes: float, rates: Rates) -> float:
@@ -279,12 +323,18 @@ def _held(traced: Trace, kind: int) -> np.ndarray:
 
 
 def _cache_bytes(traced: Trace) -> np.ndarray:
-    """(blocks,): bytes of the key-value cache after the last token: of the storages that were a layer's cache, the last
-    third, as it is there after the prompt, before the last token and after it."""
+    """(blocks,): bytes of the key-value cache after the last token."""
+    held = np.zeros(traced.n_blocks)
+    for block, sizes in _last_caches(traced):
+        held[block] = sizes.sum()
+    return held
+
+
+def _last_caches(traced: Trace) -> Iterator[tuple[int, np.ndarray]]:
+    """Blocks, and bytes of the storages that are their cache after the last token: of those that ever were, the last third,
+    as a cache is there after the prompt, before the last token and after it."""
     recording = traced.recording
     numbers = np.flatnonzero(recording.kinds == KV_CACHE)
-    held = np.zeros(traced.n_blocks)
-    for block in set(recording.owners[numbers].tolist()):
+    for block in sorted(set(recording.owners[numbers].tolist())):
         own = numbers[recording.owners[numbers] == block]
-        held[block] = recording.sizes[own[-(len(own) // 3) :]].sum()
-    return held
+        yield block, recording.sizes[own[-(len(own) // 3) :]]

@@ -76,12 +76,17 @@ def capture_on_gpu(
 
 
 def _undo_capture(current: Any, pool: Any) -> None:
-    """After a capture that failed: torch raises where it ends one, before it gives back the stream and the memory's pool."""
+    """After a capture that failed: torch raises where it ends one, before it gives back the stream, the memory's pool and the
+    generator of random numbers."""
     torch.cuda.set_stream(current)
+    device = torch.cuda.current_device()
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
         with contextlib.suppress(RuntimeError):  # it was ended
-            end(torch.cuda.current_device(), pool)
+            end(device, pool)
+    # Its state would refuse to draw outside of a capture; a copy, seed and offset alike, knows of none.
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 @functools.cache
