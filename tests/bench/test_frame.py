@@ -48,14 +48,23 @@ def test_a_process_that_dies_costs_its_own_row(
 ) -> None:
     monkeypatch.setattr(frame, "in_a_process", lambda run: Died(run()) if run() is not None else Died(None, "killed"))
     missing = {"pipelined": "there is one GPU"}
+    kept: list[Any] = []
     made = each_alone(
-        {"a": lambda: 3, "b": lambda: None, "c": lambda: 5}, lambda name, of: f"{name} made {of}", missing
+        {"a": lambda: 3, "b": lambda: None, "c": lambda: 5},
+        lambda name, of: f"{name} made {of}",
+        missing,
+        lambda rows, gone: kept.append((rows, gone)),
     )
+    later = "the bench was ended before it was measured"
+    assert kept == [
+        ([3], {"pipelined": "there is one GPU", "b": later, "c": later}),
+        ([3], {"pipelined": "there is one GPU", "b": "killed", "c": later}),
+    ]
     assert made == {"a": 3, "c": 5}
     assert missing == {"pipelined": "there is one GPU", "b": "killed"}
     assert capsys.readouterr().err == "a made 3\nb: killed\nc made 5\n"
     with pytest.raises(RunError, match="x: killed"):
-        each_alone({"x": lambda: None}, lambda *_: "", {})
+        each_alone({"x": lambda: None}, lambda *_: "", {}, lambda *_: None)
 
 
 def test_a_bench_ends_with_its_tables_its_record_and_its_picture(

@@ -19,6 +19,8 @@ from verl_shard.bench.elastic_roles import ROLES, Load, Place, Roles
 from verl_shard.bench.machine import Machine, card_for
 from verl_shard.bench.offload_advice import (
     PhaseRow,
+    Planned,
+    Plans,
     WayRow,
     all_plans,
     judge,
@@ -28,7 +30,7 @@ from verl_shard.bench.offload_advice import (
     run_step,
 )
 from verl_shard.bench.offload_advice_shown import advice_table, draw, ways_tables
-from verl_shard.bench.offload_advice_stock import StockMeasured, judge_stock, measure, stock_plan, way_row
+from verl_shard.bench.offload_advice_stock import WAYS, StockMeasured, judge_stock, measure, stock_plan, way_row
 from verl_shard.cli import bench_tables
 from verl_shard.common.tables import as_text
 from verl_shard.config.cards import find_card
@@ -248,3 +250,32 @@ def test_on_the_cpu_times_are_measured_and_what_is_left_out_is_said(
     assert list(record["left_out"]) == ["offloading, GPU memory and the advice"]
     assert record["advice"] == []
     assert left_out(GPU) == {}  # verl is installed where tests run
+
+
+def test_a_bench_that_is_ended_has_written_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last way of stock verl, the longest of all: the ways before it are in the file, and say what is not."""
+    made = {name: way(name, 3, 2.0) for name in offload_advice.OURS}
+    made["nothing offloaded on less"] = way("nothing offloaded", 3, 0.0, "OOM in values")
+    stock = {name: way(name, 4, 2.5) for name in WAYS}
+
+    def measured(setting: Any, steps: int, name: str, plan: Any) -> WayRow:
+        return made[f"{name} on less"] if setting.limit and name == "nothing offloaded" else made[name]
+
+    def stock_ways(*_: Any) -> Any:
+        for name in list(WAYS)[:-1]:
+            _[-1](stock[name])
+        raise KeyboardInterrupt
+
+    plan = Planned({"update_actor": 3}, {"update_actor": 1.0}, 1.0, 0, (advised(False),))
+    plans = Plans(dict.fromkeys(offload_advice.OURS, plan), 2, plan)
+    monkeypatch.setattr(offload_advice, "opened", lambda *_: frame.Setting(GPU, "small", small_qwen2(), LOAD))
+    monkeypatch.setattr(offload_advice, "plan_apart", lambda setting: plans)
+    monkeypatch.setattr(offload_advice, "_way", measured)
+    monkeypatch.setattr("verl_shard.bench.offload_advice_stock.bench_stock_ways", stock_ways)
+    result = tmp_path / "made.json"
+    with pytest.raises(KeyboardInterrupt):
+        offload_advice.bench_offload_advice(frame.Asked(result=result))
+    record = json.loads(result.read_text())
+    assert [one["way"] for one in record["ways"]] == [*offload_advice.OURS, *list(WAYS)[:-1]]
+    assert [one["room"] for one in record["advice"]] == [GPU.memory, 2]
+    assert record["left_out"] == {"what follows these": frame.NOT_REACHED}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl_shard.bench.elastic_roles import CPU_LOAD, QUICK_LOAD, ROLES, Load, Place, Roles, plan_roles
-from verl_shard.bench.frame import Asked, Setting, Sizes, each_alone, finish, left_out_words, opened
+from verl_shard.bench.frame import Asked, Setting, Sizes, each_alone, finish, keep, left_out_words, opened
 from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.machine import TINY, Machine, cap_memory, card_for, in_a_process
 from verl_shard.common.errors import RunError
@@ -89,11 +89,16 @@ def bench_elastic(asked: Asked) -> list[PlacementRow]:
         for placement, layout in wanted.items()
         if placement != OURS or not _same(layout, wanted[TOGETHER])
     }
-    rows = list(each_alone(runs, _said, missing).values())
-    record = {
-        "model": setting.name, "load": asdict(setting.load), "gpus": setting.found.gpus, "room": setting.room,
-        "left_out": missing, "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
+
+    def content(rows: Sequence[PlacementRow], missing: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            "model": setting.name, "load": asdict(setting.load), "gpus": setting.found.gpus, "room": setting.room,
+            "left_out": dict(missing), "rows": [asdict(row) for row in rows],
+        }  # fmt: skip
+
+    made = each_alone(runs, _said, missing, lambda *so_far: keep(asked, setting, SCHEMA, content(*so_far)))
+    rows = list(made.values())
+    record = content(rows, missing)
     shown = [elastic_table(record), phases_table(record), *left_out_words(record)]
     finish(asked, setting, SCHEMA, record, shown, draw)
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -70,16 +70,25 @@ def opened(asked: Asked, models: Sizes[str], loads: Sizes[L]) -> Setting[L]:
     return Setting(found, name, named_config(name), load, read_limit(asked.gpu_memory, found))
 
 
+NOT_REACHED = "the bench was ended before it was measured"
+
+
 def each_alone(
-    runs: Mapping[str, Callable[[], T]], said: Callable[[str, T], str], missing: dict[str, str]
+    runs: Mapping[str, Callable[[], T]],
+    said: Callable[[str, T], str],
+    missing: dict[str, str],
+    keep: Callable[[Sequence[T], Mapping[str, str]], None],
 ) -> dict[str, T]:
     """What each run made, by its name: each in a process of its own, so that one that runs out of memory leaves nothing to
     the next. said: a line on what was made. One that dies is added to `missing`, with why.
 
+    keep: gets what there is and what is missing before each run, should the bench be ended in it.
     Raises RunError when none made anything.
     """
-    made = {}
-    for name, run in runs.items():
+    made: dict[str, T] = {}
+    for at, (name, run) in enumerate(runs.items()):
+        if made:
+            keep(list(made.values()), {**missing, **dict.fromkeys(list(runs)[at:], NOT_REACHED)})
         ran = in_a_process(run)
         if ran.made is None:
             err.print(f"{name}: {ran.why}", style="red")
@@ -95,6 +104,11 @@ def each_alone(
 def left_out_words(record: Mapping[str, Any]) -> list[str]:
     """A sentence for each thing that a record says was left out."""
     return [f"Left out: {what}: {why}." for what, why in record["left_out"].items()]
+
+
+def keep(asked: Asked, setting: Setting[Any], schema: str, record: Mapping[str, Any]) -> None:
+    """Writes the record as far as it has come: a bench that is ended by its time limit loses nothing that it measured."""
+    tell(schema, record, [], result=asked.result, facts=setting.found.facts)
 
 
 def finish(

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_shard.bench.frame import Asked, Sizes, each_alone, finish, left_out_words, opened
+from verl_shard.bench.frame import Asked, Sizes, each_alone, finish, keep, left_out_words, opened
 from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.ladder_rungs import Batch, Rung, left_out, rungs
 from verl_shard.bench.machine import TINY, Machine, cap_memory
@@ -70,12 +70,17 @@ def bench_ladder(asked: Asked) -> list[RungRow]:
         rung.adds: partial(climb, config, rung, batch, found, setting.limit, updates=updates)
         for rung in rungs(batch, gpus=found.gpus, flash=found.no_flash is None, packs=packs, fuses=fuses)
     }
-    rows = list(each_alone(runs, _said, missing).values())
-    record = {
-        "model": setting.name, "batch": asdict(batch), "limit": setting.room, "loss": loss,
-        "attention": _attention_words(found), "left_out": missing,
-        "rows": [{**asdict(row), "error": row.error} for row in rows],
-    }  # fmt: skip
+
+    def content(rows: Sequence[RungRow], missing: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            "model": setting.name, "batch": asdict(batch), "limit": setting.room, "loss": loss,
+            "attention": _attention_words(found), "left_out": dict(missing),
+            "rows": [{**asdict(row), "error": row.error} for row in rows],
+        }  # fmt: skip
+
+    made = each_alone(runs, _said, missing, lambda *so_far: keep(asked, setting, SCHEMA, content(*so_far)))
+    rows = list(made.values())
+    record = content(rows, missing)
     finish(asked, setting, SCHEMA, record, [ladder_table(setting.name, batch, rows), *notes(record)], draw)
     return rows
 

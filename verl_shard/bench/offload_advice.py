@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from verl_shard.bench.elastic_roles import CPU_LOAD, QUICK_LOAD, ROLES, Load, Place, Roles, import_early, plan_roles
-from verl_shard.bench.frame import Asked, Setting, Sizes, finish, left_out_words, opened
+from verl_shard.bench.frame import NOT_REACHED, Asked, Setting, Sizes, finish, keep, left_out_words, opened
 from verl_shard.bench.gpus_meter import GpusMeter
 from verl_shard.bench.machine import TINY, HostPeak, Machine, cap_memory, card_for, in_a_process
 from verl_shard.bench.offload_advice_shown import advice_table, draw, ways_tables
@@ -110,8 +110,21 @@ def bench_offload_advice(asked: Asked) -> list[WayRow]:
     missing = left_out(found)
     import_early(setting.config)
     plans = plan_apart(setting) if found.gpus else None
-    ways = measured_ways(setting, steps, {} if plans is None else plans.ways)
+    ways: list[WayRow] = []
     advice: list[AdviceRow] = []
+
+    def content(missing: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            "model": setting.name, "load": asdict(setting.load), "room": room, "left_out": dict(missing),
+            "ways": [{**asdict(way), "peak": way.peak} for way in ways], "advice": [asdict(row) for row in advice],
+        }  # fmt: skip
+
+    def add(way: WayRow) -> None:
+        ways.append(way)
+        keep(asked, setting, SCHEMA, content({**missing, "what follows these": NOT_REACHED}))
+
+    for way in measured_ways(setting, steps, {} if plans is None else plans.ways):
+        add(way)
     if plans is not None:
         advice += judged(plans.ways["nothing offloaded"], room, ways)
         if plans.small_room < room:
@@ -120,14 +133,11 @@ def bench_offload_advice(asked: Asked) -> list[WayRow]:
         if "stock verl" not in missing:
             from verl_shard.bench.offload_advice_stock import bench_stock_ways
 
-            more, said, failed = bench_stock_ways(setting.config, setting.load, card_for(found, room), steps)
-            ways, advice, missing = [*ways, *more], [*advice, *said], {**missing, **failed}
+            said, failed = bench_stock_ways(setting.config, setting.load, card_for(found, room), steps, add)
+            advice, missing = [*advice, *said], {**missing, **failed}
     if all(way.failed for way in ways):
         raise RunError("; ".join(f"{way.way}: {way.failed}" for way in ways))
-    record = {
-        "model": setting.name, "load": asdict(setting.load), "room": room, "left_out": missing,
-        "ways": [{**asdict(way), "peak": way.peak} for way in ways], "advice": [asdict(row) for row in advice],
-    }  # fmt: skip
+    record = content(missing)
     shown = [*ways_tables(record), *([advice_table(record)] if advice else []), *left_out_words(record)]
     finish(asked, setting, SCHEMA, record, shown, draw)
     return ways
@@ -219,16 +229,14 @@ def all_plans(config: Any, load: Load, card: Card) -> Plans:
     return Plans(ways, room, planned(small, settings, ()))
 
 
-def measured_ways(setting: Setting[Load], steps: int, plans: Mapping[str, Planned]) -> list[WayRow]:
+def measured_ways(setting: Setting[Load], steps: int, plans: Mapping[str, Planned]) -> Iterator[WayRow]:
     """Every way of our engine that there is here, each in a process of its own."""
-    made = []
     for way in OURS if setting.found.gpus else ["nothing offloaded"]:
         began = time.perf_counter()
-        made.append(_way(setting, steps, way, plans.get(way)))
-        done = made[-1]
+        done = _way(setting, steps, way, plans.get(way))
         peak = "" if done.peak is None else f", {format_bytes(done.peak)}"
         err.print(f"{way}: {done.failed or f'{done.step_s:.2f} s a step{peak}'}{measured_in(began)}")
-    return made
+        yield done
 
 
 def measured_in(began: float) -> str:

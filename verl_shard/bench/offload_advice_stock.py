@@ -44,13 +44,12 @@ class StockMeasured:
 
 
 def bench_stock_ways(
-    config: Any, load: Load, card: Card, steps: int
-) -> tuple[list[WayRow], list[AdviceRow], dict[str, str]]:
-    """(each way, the advice about them, what could not be run and why)."""
+    config: Any, load: Load, card: Card, steps: int, add: Callable[[WayRow], None]
+) -> tuple[list[AdviceRow], dict[str, str]]:
+    """(the advice about all ways, what could not be run and why). add: gets each way as soon as it is measured."""
     from verl_shard.verl_plugin.stock_engine import import_early
 
     import_early()  # once for all processes
-    ways: list[WayRow] = []
     measured: dict[str, StockMeasured] = {}
     failed = {"stock verl's rollout": "vLLM is not started; what the actor leaves it of the GPU is measured"}
     plan: Plan | None = None
@@ -69,14 +68,15 @@ def bench_stock_ways(
                 continue
             plan = planned if not offload else plan
             measured[way] = ran.made
-            ways.append(way_row(way, planned, ran.made))
-            err.print(f"{BACKEND}, {way}: {ways[-1].step_s:.2f} s in all phases{measured_in(began)}")
+            row = way_row(way, planned, ran.made)
+            err.print(f"{BACKEND}, {way}: {row.step_s:.2f} s in all phases{measured_in(began)}")
+            add(row)
     advice = []
     if plan is not None:
         for one in plan.advice:
             if one.role == "actor" and one.what in measured:
                 advice.append(judge_stock(one, limit_of(card), measured["no offload"], measured[one.what]))
-    return ways, advice, failed
+    return advice, failed
 
 
 def stock_plans(config: Any, load: Load, card: Card) -> dict[str, Plan | str]:

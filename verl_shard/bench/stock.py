@@ -80,19 +80,17 @@ CELLS = (
 )
 OURS = (
     Cell(
-        model="qwen2-0.5b",
-        strategy="device_map",
-        response_length=256,
-        sequences=8,
-        micro_batch_size=4,
+        model="qwen2-0.5b", strategy="device_map", packed=True, response_length=256, sequences=8, micro_batch_size=4,
         logits="responses",
     ),
     Cell(
-        model="qwen3-0.6b", strategy="device_map", response_length=256, gradient_checkpointing=False, logits="responses"
+        model="qwen3-0.6b", strategy="device_map", packed=True, response_length=256, gradient_checkpointing=False,
+        logits="responses",
     ),
-    Cell(model="llama-1b", strategy="device_map", response_length=128, model_dtype="bf16", logits="responses"),
-)
-"""Our engine, which generates too."""
+    Cell(model="llama-1b", strategy="device_map", response_length=128, model_dtype="bf16"),
+)  # fmt: skip
+"""Our engine, which generates too. Of rows filled up with padding a plan supposes that prompts may have any length, so that the
+logits of responses are those of all columns; here all are alike, so that padded rows have full logits."""
 LARGE = (Cell(model="qwen2-7b", strategy="fsdp2", model_dtype="bf16", packed=True, roles=("actor", "ref")),)
 
 
