@@ -19,7 +19,7 @@ from shapes import small_qwen2
 from verl_shard.common import notices
 from verl_shard.common.notices import ShardNotice
 from verl_shard.memory.in_flight import issued
-from verl_shard.runtime import pipeline_threads
+from verl_shard.runtime import pipeline_backwards, pipeline_threads
 from verl_shard.runtime.micro_batches import run_micro_batches
 from verl_shard.runtime.pipeline import dispatch_model, pipeline_of
 from verl_shard.runtime.pipeline_links import Parcel
@@ -250,6 +250,36 @@ def test_under_autocast_a_backward_begins_when_the_one_before_has_ended(autocast
         log = log_of(4, held=0, until=1, seconds=1 if autocast else 20)
     assert (log.index("end 0") < log.index("begin 1")) == autocast
     assert f"waited {not autocast}" in log
+
+
+def test_a_backward_that_is_not_done_in_time_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where autograd's one thread of a device has both, and the later one in front. It is said, and those that follow begin
+    one after the other."""
+    monkeypatch.setattr(pipeline_backwards, "_PATIENCE_S", 0.1)
+    links, model = FakeLinks(), causal()
+    pipe = pipeline_of(dispatch_model(model, placed((0, 0, 1, 1)), links=links))
+    assert pipe is not None
+    forwards, passed = itertools.count(), threading.Event()
+    said: list[Any] = []
+    waited: list[bool] = []
+
+    def in_one_thread(_: Any, args: Any, output: torch.Tensor) -> None:
+        number = next(forwards)
+        if number == 0:
+            output.register_hook(lambda gradient: waited.append(passed.wait(20)))
+        elif number == 1:
+            output.register_hook(lambda gradient: passed.set())
+
+    model.model.layers[1].register_forward_hook(in_one_thread)
+    monkeypatch.setattr(pipeline_backwards, "notice", lambda *words: said.append(words[3]))
+    with links:
+        run_micro_batches(model, batches(4), in_flight=2)
+    assert waited == [True]
+    assert len(said) == 1
+    alone = causal()
+    run_micro_batches(alone, batches(4))
+    gradients_like(model, alone, 1e-6)
+    assert pipe.travels.apart  # the next pass does not begin with waiting in vain
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -98,12 +98,14 @@ class Backwards:
             if stage:
                 self._left[stage] = max(self._left[stage], number)
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._given_up or self._open[following] >= number)
+            # First: the forwards that open a stage wait for the backward before too.
             done = self._changed.wait_for(
                 lambda: self._given_up or self._left[following] >= number - 1, timeout=_PATIENCE_S
             )
+            if done:
+                self._changed.wait_for(lambda: self._given_up or self._open[following] >= number)
         if not done:
-            self._pipe.travels.apart = True
+            self._pipe.travels.was_late = self._pipe.travels.apart = True
             why = f"the backward before another one was not done for {_PATIENCE_S:.0f} s, with which that waits in one thread"
             notice(
                 "backwards-in-turn",

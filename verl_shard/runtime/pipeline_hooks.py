@@ -65,6 +65,8 @@ class Travels:
         self._ready: dict[int, _Sent] = {}
         self._sent_back: Callable[[int, Any, Any], None] | None = None
         self._crossed: set[tuple[int, Any]] = set()
+        self.was_late = False
+        """Whether a backward was once waited for in vain: it would be in each pass."""
         self.apart = False
         """Whether a device may not be given a backward before it has been given all of the one before. One that has left it may
         have more to do there: to cast weights back, whose casts autocast keeps from the first forward on, and where a second
@@ -183,7 +185,7 @@ class Travels:
         to where. None: nobody is."""
         self._sent_back = sent_back
         self._crossed.clear()
-        self.apart = self.ran_again = False
+        self.apart, self.ran_again = self.was_late, False
 
     def _told(self, number: int, source: Any, target: Any) -> None:
         if (told := self._sent_back) is not None:
