@@ -94,5 +94,7 @@ def test_the_record_instead_of_tables(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_command_is_recorded_where_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/verl-shard", "bench", "maps", "--out", "a file.json"])
     assert typed() == "verl-shard bench maps --out 'a file.json'"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/verl_shard/__main__.py", "bench", "maps"])
+    assert typed() == "verl-shard bench maps"
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/pytest", "-q"])
     assert typed() == ""

@@ -12,12 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from bench.host_meter import HostMeter
 from shapes import small_qwen2
+from typer.testing import CliRunner
 
 from verl_shard.bench import stock
 from verl_shard.bench.machine import Died
-from verl_shard.bench.stock import CELLS, LARGE, Cell, Measured, bench_stock, config_of, predict, run_cell
+from verl_shard.bench.stock import (
+    CELLS,
+    LARGE,
+    Cell,
+    Measured,
+    bench_stock,
+    compare_stock,
+    config_of,
+    predict,
+    run_cell,
+)
+from verl_shard.cli import bench
 from verl_shard.common.errors import ConfigError, RunError
 from verl_shard.memory.constants import CUBLAS_LT, cublas_workspace
 from verl_shard.memory.stand_ins import as_on_gpu
@@ -46,6 +59,7 @@ def _logsumexp(logits: torch.Tensor, dim: int) -> torch.Tensor:
         ),
         Cell(model="", strategy="device_map"),
         Cell(model="", strategy="device_map", packed=True, logits="responses"),
+        Cell(model="", strategy="device_map", logits="responses"),
     ],
     ids=lambda cell: cell.words,
 )
@@ -158,9 +172,7 @@ _RECORDED = json.loads((Path(__file__).parents[2] / "docs" / "results" / "h200_s
 @pytest.mark.parametrize(("strategy", "offload"), [("device_map", False), ("fsdp", True), ("fsdp2", True)])
 def test_phases_measured_on_an_h200(strategy: str, offload: bool) -> None:
     """verl's engines and ours over qwen2-0.5b and qwen3-0.6b; 5 % is asked, and reached by far but where fsdp gives bf16
-    weights not back, which was found on these rows. Ours still had a mask of padding when they were measured, and in two of its
-    phases logits with padding beside those without and casts of weights beside the loss: it takes less now, and how much less
-    the other tests here hold against what it allocates."""
+    weights not back, which was found on these rows. Of ours nothing was fitted to these."""
     rows = [row for row in _RECORDED["rows"] if row["cell"]["model"] != "llama-1b"]
     rows = [row for row in rows if (row["cell"]["strategy"], row["cell"]["offload"]) == (strategy, offload)]
     assert rows
@@ -169,9 +181,46 @@ def test_phases_measured_on_an_h200(strategy: str, offload: bool) -> None:
         cell = Cell(**{**row["cell"], "roles": tuple(row["cell"]["roles"])})
         if cell not in made:
             made[cell] = predict(cell, config_of(cell.model))
-        bound = {"fsdp": 0.03, "device_map": 0.015}.get(strategy, 0.01)
+        bound = {"fsdp": 0.03, "device_map": 0.005}.get(strategy, 0.01)
         predicted = made[cell][row["phase"]][0]
-        if strategy == "device_map" and row["phase"] in ("old_log_prob", "update_actor"):
-            assert 0.9 * row["measured"] < predicted < row["measured"], (cell.words, row["phase"])
-        else:
-            assert predicted == pytest.approx(row["measured"], rel=bound), (cell.words, row["phase"])
+        assert predicted == pytest.approx(row["measured"], rel=bound), (cell.words, row["phase"])
+
+
+def test_what_was_measured_is_predicted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "measured.json", tmp_path / "again.json"
+    row = {"cell": vars(CELLS[0]), "phase": "values", "measured": 100, "predicted": 7, "parts": {}, "error": -0.93}
+    known = {"date": "2026-01-02", "command": "verl-shard bench stock", "machine": {"gpus": ["A GPU"]}}
+    file.write_text(json.dumps({**known, "rows": [row], "failed": {"another": "no room"}}))
+    monkeypatch.setattr(stock, "predict", lambda cell, config: {"values": (103, {"weights": 103})})
+    (measured,) = compare_stock(file, result=out)
+    assert measured == Measured(CELLS[0], "values", 103, 100, {"weights": 103})
+    made = json.loads(out.read_text())
+    assert {name: made[name] for name in known} == known
+    assert (made["rows"][0]["predicted"], made["rows"][0]["measured"], made["failed"]) == (
+        103,
+        100,
+        {"another": "no room"},
+    )
+    assert "+3.00%" in capsys.readouterr().out
+    for text in (
+        "{",
+        "{}",
+        json.dumps({"rows": [{"cell": {"model": "x"}}]}),
+        json.dumps({"rows": [{**row, "phase": "x"}]}),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read as what bench stock writes"):
+            compare_stock(file, result=None)
+    command = CliRunner()
+    for more in (["--large"], ["--only", "1"]):
+        with pytest.raises(ConfigError, match=f"{more[0]}.*none is run"):
+            command.invoke(bench_app(), ["stock", "--compare", str(file), *more], catch_exceptions=False)
+
+
+def bench_app() -> typer.Typer:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    app.command("stock")(bench.stock)
+    return app

@@ -31,7 +31,11 @@ def test_all_faults_of_a_workload_at_once_with_the_nearest_name() -> None:
 
 
 def test_arithmetic_of_a_workload() -> None:
-    found = faults(Workload, train_batch_size=8, ppo_mini_batch_size=9, response_length=10, mean_response_length=11)
+    found = faults(
+        Workload, train_batch_size=8, ppo_mini_batch_size=9, response_length=10, mean_response_length=11,
+        prompt_length=5, shortest_prompt_length=6,
+    )  # fmt: skip
+    assert "more than the longest prompt, 5" in found["shortest_prompt_length"]
     assert "more than the 8 prompts" in found["ppo_mini_batch_size"]
     assert "more than the longest response, 10" in found["mean_response_length"]
 

@@ -51,6 +51,16 @@ def test_all_phases_of_a_ppo_step_in_their_order(roomy: Plan) -> None:
     assert all(row.seconds > 0 for row in roomy.phases)
 
 
+@pytest.mark.parametrize("shortest", [1, 40, 48])
+def test_of_padded_rows_no_logits_are_planned_before_the_shortest_prompt(shortest: int) -> None:
+    made = plan(workload={"shortest_prompt_length": shortest}, ref={"offload": "none"})
+    (row,) = [row for row in made.phases if row.phase == "ref_log_prob"]
+    wanted = {**PASS, "logits_to_keep": LENGTH - shortest, "phase": "forward", "precision": "bf16"}
+    alone = estimate_memory(small_qwen2(), batch_size=4, **wanted)
+    # A thread of backward passes has a workspace of its own.
+    assert row.peaks[0] - row.parts["other roles"] - cublas_workspace().n_bytes == alone.peak
+
+
 def test_what_an_update_leaves_free_is_written_for_the_engine(roomy: Plan, tmp_path: Path) -> None:
     roomy.save(tmp_path / "plan.yaml")
     for role in ("actor", "critic"):

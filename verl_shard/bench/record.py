@@ -36,8 +36,10 @@ def _version(package: str) -> str | None:
 
 
 def typed() -> str:
-    """The command as it was typed; empty in a process of another program."""
-    return shlex.join([_COMMAND, *sys.argv[1:]]) if Path(sys.argv[0]).name == _COMMAND else ""
+    """The command as it was typed, or as it would be on the PATH; empty in a process of another program."""
+    began = Path(sys.argv[0])
+    ours = began.name == _COMMAND or began.parts[-2:] == ("verl_shard", "__main__.py")
+    return shlex.join([_COMMAND, *sys.argv[1:]]) if ours else ""
 
 
 def tell(

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import io
+import json
 import os
 import statistics
 import tempfile
@@ -80,17 +81,19 @@ CELLS = (
 )
 OURS = (
     Cell(
-        model="qwen2-0.5b", strategy="device_map", packed=True, response_length=256, sequences=8, micro_batch_size=4,
+        model="qwen2-0.5b",
+        strategy="device_map",
+        response_length=256,
+        sequences=8,
+        micro_batch_size=4,
         logits="responses",
     ),
     Cell(
-        model="qwen3-0.6b", strategy="device_map", packed=True, response_length=256, gradient_checkpointing=False,
-        logits="responses",
+        model="qwen3-0.6b", strategy="device_map", response_length=256, gradient_checkpointing=False, logits="responses"
     ),
-    Cell(model="llama-1b", strategy="device_map", response_length=128, model_dtype="bf16"),
-)  # fmt: skip
-"""Our engine, which generates too. Of rows filled up with padding a plan supposes that prompts may have any length, so that the
-logits of responses are those of all columns; here all are alike, so that padded rows have full logits."""
+    Cell(model="llama-1b", strategy="device_map", response_length=128, model_dtype="bf16", logits="responses"),
+)
+"""Our engine, which generates too."""
 LARGE = (Cell(model="qwen2-7b", strategy="fsdp2", model_dtype="bf16", packed=True, roles=("actor", "ref")),)
 
 
@@ -164,6 +167,30 @@ def bench_stock(*, result: Path | None, large: bool = False, only: int | None = 
         raise RunError("; ".join(f"{cell}: {why}" for cell, why in failed.items()))
     shown = [_table(measured), _summary(measured)]
     tell(SCHEMA, _content(measured, failed), shown, result=result, facts=where)
+    return measured
+
+
+def compare_stock(recorded: Path, *, result: Path | None) -> list[Measured]:
+    """What was measured elsewhere beside what is predicted now: no GPU is needed.
+
+    recorded: a file that `bench_stock` wrote. Raises ConfigError for another file.
+    """
+    try:
+        known = json.loads(recorded.read_text())
+        rows = [
+            (Cell(**{**row["cell"], "roles": tuple(row["cell"]["roles"])}), row["phase"], row["measured"])
+            for row in known["rows"]
+        ]
+        made = {cell: predict(cell, config_of(cell.model)) for cell in dict.fromkeys(cell for cell, *_ in rows)}
+        measured = [
+            Measured(cell, phase, made[cell][phase][0], size, made[cell][phase][1]) for cell, phase, size in rows
+        ]
+    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        why = f"it cannot be read as what bench stock writes ({type(error).__name__}: {error})"
+        raise config_error("recorded", "--compare", str(recorded), why, "Give a file of bench stock --out") from error
+    when = {name: known[name] for name in ("date", "command") if name in known}
+    content = {**_content(measured, known.get("failed") or {}), **when}
+    tell(SCHEMA, content, [_table(measured), _summary(measured)], result=result, facts=known.get("machine") or {})
     return measured
 
 
@@ -279,6 +306,7 @@ def _predict_ours(cell: Cell, config: Any) -> dict[str, tuple[int, dict[str, int
         workload={
             "train_batch_size": cell.sequences,
             "prompt_length": cell.prompt_length,
+            "shortest_prompt_length": cell.prompt_length,
             "response_length": cell.response_length,
             "remove_padding": cell.packed,
         },

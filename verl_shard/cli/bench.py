@@ -89,11 +89,23 @@ def stock(
     out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
     large: Annotated[bool, typer.Option("--large", help="A 7B model too; it needs 110 GiB.")] = False,
     only: Annotated[int | None, typer.Option(help="The number of one configuration, from 0.", min=0)] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="A file that --out wrote: predicts its rows again, and needs no GPU. Runs none.")
+    ] = None,
 ) -> None:
     """How right the phases of stock verl are: its own FSDP engine on this machine's first GPU, without Ray."""
-    from verl_shard.bench.stock import bench_stock
+    from verl_shard.bench.stock import bench_stock, compare_stock
 
-    bench_stock(result=out, large=large, only=only)
+    if compare is None:
+        bench_stock(result=out, large=large, only=only)
+        return
+    if large or only is not None:
+        from verl_shard.common.errors import config_error
+
+        given = "--large" if large else f"--only {only}"
+        why = "the configurations are those of the file that --compare names, and none is run"
+        raise config_error("compare", "bench stock", given, why, f"Leave out {given.split()[0]}, or --compare")
+    compare_stock(compare, result=out)
 
 
 def offload(

@@ -45,6 +45,10 @@ def plan(
     train_batch_size: Annotated[int | None, typer.Option(help="Prompts in a step. [256]")] = None,
     n: Annotated[int | None, typer.Option(help="Responses to each prompt. [1]")] = None,
     prompt_length: Annotated[int | None, typer.Option(help="Longest prompt, in tokens. [512]")] = None,
+    shortest_prompt_length: Annotated[
+        int | None,
+        typer.Option(help="Shortest prompt, in tokens: of padded rows our engine makes no logits before it. [1]"),
+    ] = None,
     response_length: Annotated[int | None, typer.Option(help="Longest response, in tokens. [1024]")] = None,
     mean_response_length: Annotated[
         int | None, typer.Option(help="Tokens of a response on average, for times; by default the longest.")
@@ -102,6 +106,7 @@ def plan(
         train_batch_size=train_batch_size,
         n=n,
         prompt_length=prompt_length,
+        shortest_prompt_length=shortest_prompt_length,
         response_length=response_length,
         mean_response_length=mean_response_length,
         ppo_mini_batch_size=ppo_mini_batch_size,

@@ -31,6 +31,11 @@ class Workload:
     train_batch_size: Count = Field(default=256, description="Prompts in a step (data.train_batch_size).")
     n: Count = Field(default=1, description="Responses to each prompt (rollout.n).")
     prompt_length: Count = Field(default=512, description="Longest prompt, in tokens (data.max_prompt_length).")
+    shortest_prompt_length: Count = Field(
+        default=1,
+        description="Shortest prompt, in tokens: of padded rows our engine makes no logits before it. Memory is promised only "
+        "while no prompt is shorter.",
+    )
     response_length: Count = Field(default=1024, description="Longest response, in tokens (data.max_response_length).")
     mean_response_length: Count | None = Field(
         default=None, description="Tokens of a response on average, for times; by default the longest."
@@ -49,6 +54,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         faults = []
+        shortest = self.shortest_prompt_length
+        if shortest > self.prompt_length:
+            why = f"it is more than the longest prompt, {self.prompt_length}"
+            faults.append(_fault("shortest_prompt_length", shortest, why, f"Give {self.prompt_length} or less"))
         mini, mean = self.ppo_mini_batch_size, self.mean_response_length
         if mini is not None and mini > self.train_batch_size:
             why = f"it is more than the {self.train_batch_size} prompts of a step"

@@ -57,8 +57,9 @@ def pass_of(phase: str, own: RoleConfig, workload: Workload) -> PassSpec:
         "update_critic": "value",
     }.get(phase)
     if loss == "verl-ppo" and own.logits == "responses":
-        # Of padded rows there are those behind the shortest prompt, which may be one token.
-        common["logits_to_keep"] = workload.response_length if packed else workload.sequence_length - 1
+        # Of padded rows there are those behind the shortest prompt.
+        behind = workload.sequence_length - workload.shortest_prompt_length
+        common["logits_to_keep"] = workload.response_length if packed else behind
     if phase.startswith("update"):
         return PassSpec(
             phase="train",
