@@ -150,4 +150,8 @@ def test_the_two_placements_of_an_h200_are_in_the_measured_order() -> None:
     tokens, block = 16 * 512, 2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864
     n_flops = 24 * (2 * tokens * block + 4 * tokens * 512 * 896)
     assert found[BY_HAND].phases["reward"] == pytest.approx(n_flops / CPU_FLOPS, rel=1e-4)
-    assert pytest.approx(n_flops / 2.607, rel=0.01) == CPU_FLOPS
+    other = json.loads((Path(__file__).parents[2] / "docs" / "results" / "h200_elastic_rates.json").read_text())
+    phases = {row["placement"]: row["phases"] for row in other["rows"]}
+    assert pytest.approx(n_flops / phases[BY_HAND]["reward"], rel=0.01) == CPU_FLOPS
+    for name, made in found.items():
+        assert made.phases["generate"] == pytest.approx(phases[name]["generate"], rel=0.02)  # GRAPH_KERNEL_S is from it

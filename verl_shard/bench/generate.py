@@ -34,7 +34,7 @@ _PATIENCE_S = 60
 """For all answers of transformers' continuous batching, after which its row stays empty."""
 ON_GPU, QUICK_ON_GPU, ON_CPU, QUICK_ON_CPU = (64, 1024, 192), (64, 1024, 48), (64, 256, 128), (16, 64, 32)
 """Requests, and tokens of the longest prompt and response. A batch of `model.generate` takes as many steps as its longest
-response, about 0.1 s each for 64 rows of a 7B model on an H200, and batches of 8 take eight times as many shorter ones."""
+response, about 0.1 s each for 64 rows of a 7B model on an H200, and batches of 8 take six times as many."""
 _SAME_IN_FP32 = 0.95
 """Two candidates that are as likely within rounding may change one response; a fault of ours would change most."""
 

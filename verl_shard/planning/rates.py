@@ -27,13 +27,13 @@ MEMORY_SHARE = 0.647
 """Of a card's memory bandwidth that element-wise operations reach."""
 KERNEL_S = 6.6e-6
 """Seconds of the GPU for each kernel beside its work: its start, and its last blocks, which do not fill the GPU."""
-FORWARD_S = 19.7e-6
-"""Seconds of the host for each operation of a forward: Python, the modules and what they call."""
 GRAPH_KERNEL_S = 2.9e-6
-"""The same for each kernel of a CUDA graph, which start without the host. From one run of bench elastic on an H200: Qwen2 0.5B
+"""The same for each kernel of a CUDA graph, which start without the host. From docs/results/h200_elastic_rates.json: Qwen2 0.5B
 made 16 x 128 tokens in 0.676 s, of which 0.215 s are the prompts, two graphs and the choice of tokens, and 0.54 ms of each
 further token are bytes. Checked by others: 0.68 s is predicted for another run of it, which took 0.79 and 0.69
 (docs/results/h200_elastic.json), and 2.6 s for 64 requests of Qwen2 7B, which took 2.8 (h200_generate.json)."""
+FORWARD_S = 19.7e-6
+"""Seconds of the host for each operation of a forward: Python, the modules and what they call."""
 BACKWARD_S = 28.2e-6
 """The same in a backward and in the optimizer's step."""
 RECOMPUTE_S = 55.4e-6
