@@ -48,11 +48,21 @@ def test_a_picture(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--gpus", "2", "--gpu-memory", "1KB"], "does not fit"),
-        (["--gpus", "2", "--gpu-memory", "1GB,2GB,3GB"], "3 sizes for 2 GPUs"),
-        (["--gpus", "0"], "a model needs at least one GPU"),
-        (["--gpus", "2", "--purpose", "fun"], '"inference" or "training"'),
-        (["--gpus", "2", "--optimizer", "sgd"], 'use purpose="training"'),
+        (["--gpus", "1", "--gpu-memory", "1GiB", "--batch-size", "40000", "--seq-len", "2048"], "does not fit"),
+        (["--gpus", "2", "--gpu-memory", "1GiB,2GiB,3GiB"], "3 sizes for 2 GPUs"),
+        (
+            ["--gpus", "2", "--gpu-memory", "80"],
+            "--gpu-memory = 80: less than 1 GiB holds no model that is trained. Give its size, such as 80GiB.",
+        ),
+        (["--gpus", "2", "--gpu-memory", "80 GB,x"], "--gpu-memory = x: not a number of bytes"),
+        (["--gpus", "0"], "--gpus = 0: a model needs at least one GPU. Give 1 or more"),
+        (["--gpus", "3", "--devices", "0,1"], "--gpus is 3 and 2 devices are named. Leave --gpus out."),
+        (["--gpus", "2", "--purpose", "fun"], '--purpose = fun: not a purpose. Use "inference" or "training".'),
+        (
+            ["--gpus", "2", "--optimizer", "sgd"],
+            "which --purpose inference counts. Leave it out, or use --purpose training.",
+        ),
+        (["--gpus", "2", "--batch-size", "4"], "Give --seq-len too"),
         (["--gpus", "2", "--gpu-memroy", "1GB"], "No such option: --gpu-memroy"),
     ],
 )
@@ -61,6 +71,27 @@ def test_what_is_wrong(extra: list[str], message: str, folder: str, capsys: pyte
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.split())
     assert captured.out == ""
+
+
+def test_without_a_gpu_the_flag_is_named(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert run(["map", folder]) == 2
+    assert capsys.readouterr().err == (
+        "error: --gpus: torch sees no GPU on this machine. Say how many to plan for, such as --gpus 4; or map to the CPU with "
+        "--devices cpu.\n"
+    )
+
+
+def test_all_that_is_wrong_is_said_at_once(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    wrong = ["--gpus", "0", "--gpu-memory", "80", "--optimizer", "sgd", "--task", "fun"]
+    assert run(["map", folder, *wrong, "--save", str(tmp_path / "absent" / "map.json")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [line.split(" = ")[0] for line in captured.err.splitlines()] == [
+        "error: --save", "error: --gpus", "error: --gpu-memory", "error: --optimizer", "error: --task",
+    ]  # fmt: skip
 
 
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import click
 import pytest
 import typer
+from rich.text import Text
 from typer.testing import CliRunner
 
 from verl_shard.cli.main import run as run_command_line
-from verl_shard.cli.options import with_options
+from verl_shard.cli.options import default, in_flags, one_of, with_options
 from verl_shard.common.errors import ConfigError, RunError, config_error
 from verl_shard.quickstart.options import QuickstartOptions
 
@@ -94,6 +95,42 @@ def test_a_field_without_a_default_is_a_mistake_of_ours() -> None:
         with_options(Bad, lambda given, extra: None)
 
 
+def test_help_names_every_choice_and_a_default() -> None:
+    assert one_of(Literal["a", "b-c", "d"], {"b-c": "the middle"}) == "a, b-c (the middle) or d"
+    assert one_of(Literal["a", "b"]) == "a or b"
+    with pytest.raises(AssertionError, match=r"\['x'\] are not among \('a', 'b'\)"):
+        one_of(Literal["a", "b"], {"x": "which is none"})
+    # A style would be taken out: what is shown is what is meant.
+    assert [Text.from_markup(default(text)).plain for text in (2048, "adamw", "/tmp")] == [
+        " [2048]",
+        " [adamw]",
+        " [/tmp]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (("n_gpus", "no GPU", "Say n_gpus=4 or devices=['cpu']"), "--gpus: no GPU. Say --gpus 4 or --devices cpu."),
+        (("seq_len", "see seq_len", "Give seq_len too"), "--seq-len: see --seq-len. Give --seq-len too."),
+        (
+            ("task", "it is no task", 'Use task="reward", packed=True or --seq-len 8'),
+            "--task: it is no task. Use --task reward, --packed or --seq-len 8.",
+        ),
+        (("model", "no such model", "Name a folder"), "model: no such model. Name a folder."),
+    ],
+)
+def test_an_error_about_arguments_is_about_flags(said: tuple[str, str, str], shown: str) -> None:
+    def command(model: str, seq_len: int, task: str, packed: bool, devices: str) -> None:
+        """Has these flags."""
+
+    where, why, fix = said
+    with pytest.raises(ConfigError) as caught, in_flags(command, n_gpus="--gpus"):
+        raise config_error("a-code", where, None, why, fix)
+    assert str(caught.value) == shown
+    assert [finding.code for finding in caught.value.findings] == ["a-code"]
+
+
 class TestCommandLine:
     """Exit codes and messages of the whole command."""
 
@@ -139,7 +176,7 @@ class TestCommandLine:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        def fail(given: dict[str, Any], extra: list[str]) -> None:
+        def fail(given: dict[str, Any], extra: list[str], **more: Any) -> None:
             raise error
 
         monkeypatch.setattr("verl_shard.quickstart.run.quickstart", fail)
@@ -149,6 +186,7 @@ class TestCommandLine:
 
     def test_the_quick_start_gets_what_was_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[Any] = []
-        monkeypatch.setattr("verl_shard.quickstart.run.quickstart", lambda given, extra: calls.append((given, extra)))
+        called = "verl_shard.quickstart.run.quickstart"
+        monkeypatch.setattr(called, lambda given, extra, **more: calls.append((given, extra)))
         assert run_command_line(["quickstart", "--algorithm", "grpo", "--data", "a.parquet", "--", "x=1"]) == 0
         assert calls == [({"algorithm": "grpo", "data": (Path("a.parquet"),)}, ["x=1"])]

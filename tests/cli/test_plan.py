@@ -61,6 +61,10 @@ def test_all_faults_at_once_and_exit_code_2(model: str, capsys: pytest.CaptureFi
         (["--gpus", "2", "--gpu", "h200", "--set", "critic.offload=stream"], "the critic is trained"),
         (["--gpus", "2", "--gpu", "h200", "--set", "actor.devices=[1"], "--set = actor.devices=[1: "),
         (["--gpus", "2", "--gpu", "h200", "--set", "judge.model=x"], "roles.judge"),
+        (
+            ["--gpus", "2", "--gpu", "h200", "--train-batch-size", "10", "--ppo-mini-batch-size", "3"],
+            "train_batch_size 10 % 3 = 1, not 0: a step is cut into whole mini-batches. Give 2 or 5",
+        ),
         (["--gpus", "2", "--gpu", "h200", "--backend", "fsdp3"], "'device_map', 'fsdp' or 'fsdp2'"),
     ],
 )

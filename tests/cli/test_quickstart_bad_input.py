@@ -59,6 +59,20 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--resume", "--out", "gone"], ["gone", "there is no run.json in it"]),
         (["--no-such-flag"], ["No such option"]),
         (["--steps", "many"], ["--steps", "valid integer"]),
+        (["--attn-implementation", "flsh"], ["flsh: no such attention", "Use one of sdpa, flash_attention_2, eager"]),
+        (["--attn-implementation", "sdpa_packed"], ["sdpa_packed: no such attention"]),
+        (["--batch-size", "3", "--micro-batch-size", "4"], ["micro_batch_size = 4", "% micro_batch_size 4 = 2, not 0"]),
+        (["foo"], ["foo: it is no option", "Write -- KEY=VALUE"]),
+        (["algorithm.gamma=0.99"], ["algorithm.gamma=0.99: it is no option", "Write -- algorithm.gamma=0.99"]),
+        (["foo", "--", "algorithm.gama=1"], ["foo: it is no option", "Did you mean algorithm.gamma?"]),
+        (["--", "foo"], ["foo: Hydra cannot read it"]),
+        (["--", "trainer.nope=3"], ["trainer.nope = 3: verl has no such key"]),
+        (["--", "trainer=3"], ["trainer = 3: it is a section of verl's", "Name a key in it"]),
+        (["--", "+trainer.nnodes=1"], ["verl has the key already"]),
+        (["--", "data.train_batch_size=7"], ["data.train_batch_size 7 is less than a mini-batch of 8"]),
+        (["--", "model_engine=dp"], ["model_engine = dp", "Leave it out"]),
+        (["--", "actor_rollout_ref.rollout.name=vllm"], ["hf rollout only"]),
+        (["--algorithm", "x", "--", "a.b=1"], ["--algorithm = x", "a.b = 1: verl has no such key"]),
     ],
 )
 def test_a_wrong_value(capsys: pytest.CaptureFixture[str], arguments: list[str], said: list[str]) -> None:
@@ -94,6 +108,30 @@ def test_a_model_without_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None
     assert "tokenizer" in message
 
 
+def test_a_name_behind_which_there_is_no_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_hub(name: str, **given: Any) -> None:
+        raise OSError(f"{name} is not cached, and there is no network")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", no_hub)
+    message = fails(capsys, "--model", "nope", "--", "algorithm.gama=1")
+    assert "--model = nope: not a folder here, and the hub gave no config.json (nope is not cached" in message
+    assert "Did you mean algorithm.gamma?" in message
+
+
+def test_a_model_whose_files_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model").mkdir()
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        Path("model", name).write_text("{}")
+    Path("model/tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert '--model = model: its config.json names no "model_type"' in fails(capsys, "--model", "model")
+    Path("model/config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    assert "--model = BertForMaskedLM: BertForMaskedLM is neither" in fails(capsys, "--model", "model")
+    Path("model/config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    assert "--model = model: its tokenizer cannot be read" in fails(capsys, "--model", "model")
+
+
 GOOD: dict[str, Any] = {
     "data_source": "mine",
     "prompt": [{"role": "user", "content": "1 + 1?"}],
@@ -127,6 +165,20 @@ def test_a_run_whose_reward_model_is_gone_or_is_another(capsys: pytest.CaptureFi
     assert "--reward-model = ./judge: there is no such folder" in fails(capsys, "--out", "mine", "--resume")
     message = fails(capsys, "--out", "mine", "--resume", "--reward-model", "demo")
     assert "--reward-model = demo: the run in mine has ./judge" in message
+
+
+def test_a_run_that_is_to_go_on_with_a_key_that_verl_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    options = QuickstartOptions()
+    RunFolder.start(Path("mine"), options.identity(), options.settings())
+    assert "Did you mean algorithm.gamma?" in fails(
+        capsys, "--out", "mine", "--resume", "--steps", "90", "--", "algorithm.gama=1"
+    )
+
+
+def test_what_follows_two_dashes_is_an_override_whatever_it_looks_like(capsys: pytest.CaptureFixture[str]) -> None:
+    message = fails(capsys, "--", "--steps", "--", "a.b=1")
+    assert "--steps: verl's main program has no flags but Hydra's" in message
+    assert "a.b = 1: verl has no such key" in message
 
 
 def test_a_folder_that_is_not_a_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import typer
 from shapes import small_qwen2
@@ -29,6 +31,11 @@ def _with_the_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     verb.add_to(app)
     monkeypatch.setattr(main, "app", app)
     monkeypatch.chdir(tmp_path)
+
+
+def parquet(path: Path) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1?"]}), path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +103,7 @@ def test_verl_is_started_in_a_folder_of_its_own(
     saved: Callable[..., str], started: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "t.parquet"
-    data.write_bytes(b"")
+    parquet(data)
     given = ["--train-data", str(data), "--val-data", str(data), "trainer.save_freq=5"]
     for number, backend in enumerate(("fsdp2", "device_map"), 1):
         assert run(["run", saved(backend), *given]) == 0
@@ -123,7 +130,7 @@ def test_gpus_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = tmp_path / "t.parquet"
-    data.write_bytes(b"")
+    parquet(data)
     given = ["run", saved("fsdp2"), "--train-data", str(data), "--val-data", str(data)]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert run(given) == 2
@@ -182,6 +189,7 @@ def test_the_local_runner_gets_what_the_plan_says(
         ([], "a plan says nothing of data"),
         (["--train-data", "no.parquet"], "there is no such file"),
         (["steps"], "it is no key=value"),
+        (["trainer.nope=3"], "trainer.nope = 3: verl has no such key. Did you mean trainer.nnodes?"),
     ],
 )
 def test_what_cannot_be_meant(
@@ -194,6 +202,60 @@ def test_what_cannot_be_meant(
     assert run(["run", saved("fsdp2"), *given]) == 2
     assert why in " ".join(capsys.readouterr().err.split())
     assert started == []
+    assert not Path("runs").exists()
+
+
+def test_keys_and_data_that_verl_would_refuse_are_found_by_a_dry_run_too(
+    saved: Callable[..., str], started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    Path("bad.json").write_text("no json")
+    Path("bad.parquet").write_text("no parquet")
+    Path("empty.jsonl").touch()
+    Path("rows.jsonl").write_text('{"prompt": "1 + 1?"}\n{"prompt": "2?"}\n')
+    Path("list.json").write_text('[\n{"prompt": "1 + 1?"}\n]')
+    data = [
+        "--train-data",
+        "bad.json",
+        "--train-data",
+        "bad.parquet",
+        "--val-data",
+        "empty.jsonl",
+        "--val-data",
+        "a.csv",
+    ]
+    wrong = ["algorithm.gama=0.9", "~nothing.there", "trainer=3", "foo"]
+    for dry in (["--dry-run"], []):
+        for backend in ("fsdp2", "device_map"):
+            assert run(["run", saved(backend), *data, *dry, *wrong]) == 2
+            shown = capsys.readouterr()
+            assert shown.out == ""
+            for said in (
+                "--train-data = bad.json: it cannot be read as JSON (line 1: ",
+                "--train-data = bad.parquet: it cannot be read as parquet",
+                "--val-data = empty.jsonl: it has no rows",
+                "--val-data = a.csv: verl reads files whose names end in .parquet, .json or .jsonl",
+                "algorithm.gama = 0.9: verl has no such key. Did you mean algorithm.gamma?",
+                "nothing.there = ",
+                "trainer = 3: it is a section of verl's, and no value",
+                "overrides = foo: it is no key=value",
+            ):
+                assert shown.err.count(said) == 1, said
+    assert run(["run", saved("fsdp2"), "--train-data", "rows.jsonl", "--val-data", "list.json", "--dry-run"]) == 0
+    own = ["data.custom_cls.path=mine.py", "data.custom_cls.name=Mine"]
+    assert run(["run", saved("fsdp2"), "--train-data", "bad.json", "--dry-run", *own]) == 0
+    assert started == []
+    assert not Path("runs").exists()
+
+
+def test_the_local_runner_is_not_started_with_what_verl_does_not_have(
+    saved: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "1 + 1?"}\n')
+    given = ["--runner", "local", "--train-data", "rows.jsonl", "trainer.nope=3"]
+    assert run(["run", saved("device_map"), *given]) == 2
+    shown = capsys.readouterr().err
+    assert "rows.jsonl: it cannot be read as parquet" in shown
+    assert "trainer.nope = 3: verl has no such key" in shown
     assert not Path("runs").exists()
 
 

@@ -15,6 +15,7 @@ from verl_shard.common.errors import ConfigError
 from verl_shard.common.files import (
     JsonTail,
     append_json_line,
+    check_output,
     check_writable_folder,
     claim_once,
     read_json_lines,
@@ -42,6 +43,53 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         write_whole(file, "new")
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def _places(folder: Path) -> list[tuple[Path, str]]:
+    """Paths at which there cannot be a file, and what is said of them."""
+    (folder / "file").touch()
+    os.mkfifo(folder / "pipe")
+    another = "Name a file in another folder."
+    return [
+        (folder, "it is a folder. Name a file in it."),
+        (Path(), "it is a folder. Name a file in it."),
+        (folder / "pipe", "it is a device or a pipe, which a file would take the place of. Name a file."),
+        (
+            folder / "a b" / "c" / "d.json",
+            f"there is no folder {folder}/a b/c. Make it first (mkdir -p '{folder}/a b/c'), or name a file in another.",
+        ),
+        (folder / "file" / "c" / "d.json", f"{folder}/file is a file, not a folder. {another}"),
+        (folder / "file" / "d.json", f"{folder}/file is a file, not a folder. {another}"),
+        (folder / ("x" * 300), "it cannot be looked at (File name too long). Name another file."),
+    ]
+
+
+def test_a_path_where_there_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
+    for path, said in _places(tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            check_output(path, "--out")
+        assert str(caught.value) == f"--out = {path}: {said}"
+        with pytest.raises(ConfigError) as caught:
+            write_whole(path, "text")
+        assert str(caught.value) == f"path = {path}: {said}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+
+
+def test_a_path_that_can_be_written_passes_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("old")
+    check_output(tmp_path / "old.json")
+    check_output(tmp_path / "new.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "old"
+
+
+def test_a_file_in_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for refused in (lambda path: check_output(path), lambda path: write_whole(path, "text")):
+        with pytest.raises(
+            ConfigError, match=f"{tmp_path} cannot be written by this user. Name a file in another folder"
+        ):
+            refused(tmp_path / "new.json")
 
 
 def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
@@ -110,6 +158,8 @@ def test_a_file_system_that_refuses_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "touch", fail)
     with pytest.raises(ConfigError, match=r"cannot be written \(Read-only file system\)"):
         check_writable_folder(tmp_path / "new", "--out")
+    with pytest.raises(ConfigError, match=r"cannot be written \(Read-only file system\)"):
+        check_output(tmp_path / "new", "--out")
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:

@@ -40,6 +40,19 @@ def test_arithmetic_of_a_workload() -> None:
     assert "more than the longest response, 10" in found["mean_response_length"]
 
 
+def test_a_step_is_cut_into_whole_mini_batches() -> None:
+    """As verl's loader asserts; with n responses to each prompt both numbers are n times as many, and the rest is too."""
+    for n in (1, 3):
+        found = faults(Workload, train_batch_size=10, ppo_mini_batch_size=3, n=n)
+        assert found == {
+            "ppo_mini_batch_size": "ppo_mini_batch_size = 3: train_batch_size 10 % 3 = 1, not 0: a step is cut into whole "
+            "mini-batches. Give 2 or 5, or another divisor of 10."
+        }
+    assert "Give 1 or 7" in faults(Workload, train_batch_size=7, ppo_mini_batch_size=6)["ppo_mini_batch_size"]
+    for size in (1, 2, 5, 10):
+        assert Workload(train_batch_size=10, ppo_mini_batch_size=size).mini_batch_sequences == size
+
+
 def test_devices_are_ids_or_a_count() -> None:
     assert RoleConfig(devices=[2, 5]).devices == (2, 5)  # type: ignore[arg-type]
     assert RoleConfig(devices=3).devices == 3

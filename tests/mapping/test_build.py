@@ -217,8 +217,9 @@ def test_what_does_not_fit_says_by_how_much(published: Callable[[str], Any]) -> 
     [
         ({"n_gpus": 0}, "n_gpus = 0: a model needs at least one GPU"),
         ({"n_gpus": -1}, "n_gpus = -1"),
-        ({"n_gpus": True}, "n_gpus = True"),
-        ({"n_gpus": 2.0}, r"n_gpus = 2\.0"),
+        ({"n_gpus": True}, "n_gpus = True: it is no whole number but of the type bool"),
+        ({"n_gpus": 2.0}, r"n_gpus = 2\.0: it is no whole number but of the type float"),
+        ({"n_gpus": "2"}, "n_gpus = '2': it is no whole number but of the type str"),
         ({"devices": [1, 1]}, "1 is named more than once"),
         ({"devices": []}, "the list is empty"),
         ({"devices": ["gpu0"]}, "devices = gpu0: not a device"),

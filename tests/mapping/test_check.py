@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl_shard import build_device_map, check_device_map
+from verl_shard.common.errors import ConfigError
 from verl_shard.models.read import read_spec
 from verl_shard.models.spec import ModelSpec
 
@@ -70,6 +71,8 @@ def test_gpus_that_do_not_exist(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert _codes(spec, device_map) == [], "on a machine without GPUs numbers are not judged"
     assert _codes(spec, device_map, n_gpus=4) == []
+    with pytest.raises(ConfigError, match="n_gpus = '4': it is no whole number but of the type str"):
+        check_device_map(spec, device_map, n_gpus="4")  # type: ignore[arg-type]
     (finding,) = check_device_map(spec, device_map, n_gpus=2)
     assert (finding.code, finding.given) == ("no-such-gpu", "2, 3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

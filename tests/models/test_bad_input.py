@@ -62,6 +62,34 @@ def test_names_with_nothing_behind_them(name: str, code: str) -> None:
     assert _code(error) == code
 
 
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files.\n"
+            "Check your internet connection or see how to run the library in offline mode at 'https://huggingface.co/docs/"
+            "transformers/installation#offline-mode'.",
+            "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files",
+        ),
+        ("nothing at https://a.b/c", "nothing at https://a.b/c"),
+        ("no end " * 40, "no end " * 28 + "no ..."),
+    ],
+)
+def test_what_the_hub_says_is_repeated_in_whole_sentences(
+    raised: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(raised)
+
+    monkeypatch.setattr("verl_shard.models.source.AutoConfig.from_pretrained", fail)
+    with pytest.raises(ConfigError) as error:
+        read_spec("nope")
+    assert str(error.value) == (
+        f"model = nope: not a folder here, and the hub gave no config.json ({said}). Check the name, or the network; or give "
+        "a folder."
+    )
+
+
 def test_what_is_no_model_and_tasks_that_are_none(small_config: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="Give a hub id, a folder"):
         read_spec(42)  # type: ignore[arg-type]

@@ -249,11 +249,42 @@ def test_offload_advice_says_which_phase_and_how_much() -> None:
         ({"gpus": 2, "gpu": "h2000"}, "no such card is known"),
         ({}, "never looks for GPUs itself"),
         ({"gpus": 1, "gpu": "h200", "workload": {"batch": 3}}, "there is no such setting"),
+        ({"gpus": 1, "gpu": "h200", "workload": {3: 3}}, "Keys should be strings"),
+        (
+            {"gpus": 1, "gpu": "h200", "workload": {"train_batch_size": 10, "ppo_mini_batch_size": 3}},
+            "10 % 3 = 1, not 0",
+        ),
     ],
 )
 def test_what_cannot_be_meant(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         build_plan({"actor": small_qwen2()}, **given)
+
+
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [
+        ("path/to/model", """'path/to/model': a model alone, and a plan asks for the role that it has. """
+            'Write {"actor": "path/to/model"}.'),
+        (Path("a/b"), """'a/b': a model alone, and a plan asks for the role that it has. Write {"actor": "a/b"}."""),
+        ("resources.yaml", "'resources.yaml': the name of a file, which is read first. "
+            "Write load_resource_config('resources.yaml')."),
+        *((given, f"{kind}: not a mapping of roles to their models. Write {{\"actor\": MODEL}}, MODEL a folder, a hub id, a "
+            "PretrainedConfig or a module, or give a ResourceConfig.")
+            for given, kind in ((None, "NoneType"), (["actor"], "list"), (small_qwen2(), "Qwen2Config"))),
+    ],
+)  # fmt: skip
+def test_roles_that_are_no_mapping_are_one_fault_beside_all_others(roles: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_plan(roles, gpus=4, gpu=5, workload="grpo", rates="rates.json")  # type: ignore[arg-type]
+    first, *others = (str(finding) for finding in caught.value.findings)
+    assert first == f"roles = {said}"
+    assert others == [
+        """workload = 'grpo': not a mapping of Workload's fields. Write {"algorithm": "grpo", "train_batch_size": 64, ...}, """
+        "or give a Workload.",
+        'gpu = 5: not the name of a card. Write gpu="a100-80g", or gpu_memory="80GiB" for a card that is not known.',
+        "rates = 'rates.json': not a Rates. Write rates=Rates.load(FILE), FILE from verl-shard bench rates --out.",
+    ]
 
 
 @pytest.mark.parametrize(("role", "ids"), [("actor", [3]), ("critic", 3)])

@@ -39,7 +39,7 @@ def test_defaults_and_what_was_blank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "n", "mini", "size"), [(64, 1, None, 16), (10, 3, None, 15), (7, 1, None, 7), (64, 1, 17, 1)]
+    ("batch", "n", "mini", "size"), [(64, 1, None, 16), (10, 3, None, 15), (7, 1, None, 7), (34, 1, 17, 1)]
 )
 def test_a_micro_batch_divides_the_mini_batch(batch: int, n: int, mini: int | None, size: int) -> None:
     assert micro_batch(Workload(train_batch_size=batch, n=n, ppo_mini_batch_size=mini)) == size

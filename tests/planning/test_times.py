@@ -18,6 +18,7 @@ from verl_shard.bench.times import Part, Traces, _config
 from verl_shard.config.cards import CARDS
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.trace import Trace, trace
+from verl_shard.memory.work import BACKWARD, CASTS, FORWARD, FP32
 from verl_shard.models.meta import config_for
 from verl_shard.models.read import spec_of_config
 from verl_shard.planning.rates import Rates
@@ -125,6 +126,53 @@ def test_plans_come_in_the_measured_order() -> None:
     found[1.711] = pass_seconds(traced, wanted, _H200, n_micro=2).seconds
     found[1.260] = pass_seconds(traced, wanted, _H200, n_micro=2, stages=_HALVES, pipelined=True).seconds
     assert [found[key] for key in sorted(found)] == sorted(found.values())
+
+
+def _rung(adds: str) -> tuple[float, float, Trace]:
+    """Seconds of an update as the ladder's row measured it, and as they are predicted by the card's data sheet."""
+    results = Path(__file__).parents[2] / "docs" / "results" / "h200_ladder.json"
+    (row,) = [row for row in json.loads(results.read_text())["rows"] if row["adds"] == adds]
+    loss: Any = "verl-fused" if row["rung"]["fused"] else "ppo"
+    wanted = PassSpec(
+        batch_size=8, seq_len=2048, precision="bf16-mixed", gradient_checkpointing=row["rung"]["checkpointing"], loss=loss,
+        padded=True, accumulating=True,
+    )  # fmt: skip
+    traced, rates = _traced("qwen2-0.5b", wanted), Rates.of(CARDS["h200-141g"])
+    predicted = pass_seconds(traced, wanted, rates, n_micro=2) + optimizer_seconds(traced, rates)
+    return row["seconds"], predicted.seconds, traced
+
+
+def test_fused_logits_take_the_time_that_the_ladder_measured() -> None:
+    """Nothing was fitted to it: its products of the backward are of 32 bits, and each chunk casts the head's weights."""
+    (plain, _), (slow, _), (slower, _) = found = [
+        _rung(adds)[:2] for adds in ("sdpa's fused kernel", "gradient checkpointing", "fused logits")
+    ]
+    assert plain < slow < slower
+    for measured, predicted in found:
+        assert predicted == pytest.approx(measured, rel=0.1)
+    assert [predicted for _, predicted in found] == sorted(predicted for _, predicted in found)
+
+
+def test_the_work_of_a_fused_head_by_hand() -> None:
+    """16,384 tokens are 32 chunks. A product of tokens, size and vocabulary takes 2 x their product of FLOPs: one in the
+    forward, of 16 bits; three in the backward, of 32, as that is outside of autocast."""
+    _, _, traced = _rung("fused logits")
+    work = traced.recording.work
+    one = 2 * 16384 * 896 * 151936
+    assert work.flops[(work.phases == FORWARD) & (work.blocks == traced.n_blocks - 1)].sum() == one
+    assert work.flops[(work.phases == BACKWARD) & (work.kinds == FP32)].sum() == 3 * one
+    assert (work.flops == one // 32).sum() == 4 * 32
+    assert traced.flops[-1] == (one, 3 * one)
+    # The weights' copy of 16 bits, anew for each chunk: 4 bytes read and 2 written.
+    assert ((work.kinds == CASTS) & (work.n_bytes == 6 * 896 * 151936)).sum() == 32
+
+
+def test_a_chunk_that_is_not_full_is_counted_in_part() -> None:
+    """640 tokens are a chunk of 512 and a quarter of one."""
+    wanted = PassSpec(phase="forward", batch_size=1, seq_len=640, loss="verl-fused")
+    work = _traced("qwen2-0.5b", wanted).recording.work
+    products = work.flops[(work.flops > 0) & (work.blocks == work.blocks.max())]
+    assert sorted(products.tolist()) == [2 * n * 896 * 151936 for n in (128, 512)]
 
 
 def test_a_pipeline_by_its_formula() -> None:

@@ -70,5 +70,5 @@ def test_all_faults_of_both_at_once(make_model: Callable[..., Path], tmp_path: P
 def test_the_articles_file_names_gpus(make_model: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "resource_config.yaml").write_text(ARTICLE)
     judge = make_model("judge", task="SequenceClassification", num_labels=1)
-    with pytest.raises(ConfigError, match=r"model_config\['actor'\] = GPU 0, GPU 1: torch sees no GPU on this machine"):
+    with pytest.raises(ConfigError, match=r"model_config\['actor'\] = GPU 0-1: torch sees no GPU on this machine"):
         HybridTrainer(make_model(), judge, config=str(tmp_path / "resource_config.yaml"), **SMALL)

@@ -175,6 +175,33 @@ def test_the_ref_of_lora_is_where_the_actor_is(read: Callable[..., Inputs], make
         read(ppo={"lora_rank": 4}, ref=make_model("ref"))
 
 
+def test_devices_of_a_map_are_said_once_and_in_a_row(read: Callable[..., Inputs], make_model: MakeModel) -> None:
+    layers = {f"model.layers.{n}": n // 2 for n in range(8)}
+    for device_map, shown in (
+        ({"model.embed_tokens": 0, **layers, "lm_head": 3}, "GPU 0-3"),
+        ({"model": "cuda:2", "lm_head": 0}, "GPU 2, GPU 0"),
+        ({"model": 0, "model.norm": 1, "lm_head": 5}, "GPU 0-1, GPU 5"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model_config\['actor'\] = {shown}: torch sees no GPU"):
+            read(model_config={"actor": {"device_map": device_map}})
+
+
+def test_a_model_that_is_not_there_is_said_and_looked_for_once(
+    read: Callable[..., Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def no_hub(name: str, **given: Any) -> None:
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", no_hub)
+    with pytest.raises(ConfigError) as caught:
+        read(actor="nope", critic="nope", ref="nope", reward="nope")
+    assert [(finding.code, finding.given) for finding in caught.value.findings] == [("model-not-found", "nope")]
+    assert asked == ["nope"]
+
+
 def test_gpus_on_a_machine_without(read: Callable[..., Inputs]) -> None:
     with pytest.raises(ConfigError, match=r"model_config\['actor'\] = GPU 0: torch sees no GPU .*write \"cpu\""):
         read(model_config={"actor": ARTICLE["model_config"]["actor"]})

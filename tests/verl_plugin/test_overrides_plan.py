@@ -339,7 +339,6 @@ def test_adapters_need_the_base_from_the_checkpoint_and_have_no_ref_of_their_own
         ({"reward": {"precision": "bf16-mixed"}}, ["reward.precision = bf16-mixed"]),
         ({"actor": {"logits": "fused"}, "ref": {"logits": "full"}}, ["ref.logits = full"]),
         ({"actor": {"in_flight": 3}, "critic": {"in_flight": 2}}, ["actor.in_flight = 3", "critic.in_flight = 2"]),
-        ({"workload": replace(SMALL, ppo_mini_batch_size=6)}, ["ppo_mini_batch_size = 6: train_batch_size 16 % 6 = 4, not 0"]),
         ({"n_gpus": 3}, ["ppo_mini_batch_size = 8: 8 prompts x 2 = 16 sequences, % 3 GPUs = 1, not 0"]),
         ({"actor": {"micro_batch_size": 3}}, ["actor.micro_batch_size = 3: 4 sequences of a mini-batch on each GPU, % 3 = 1"]),
         ({"ref": {"micro_batch_size": 3}}, ["ref.micro_batch_size = 3: 8 sequences of a step on each GPU, % 3 = 2"]),

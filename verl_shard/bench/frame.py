@@ -9,8 +9,10 @@ from typing import Any, Generic, TypeVar
 
 from verl_shard.bench.machine import Machine, in_a_process, look, named_config, read_limit
 from verl_shard.bench.record import tell
-from verl_shard.common.errors import RunError
+from verl_shard.common.errors import Faults, RunError
+from verl_shard.common.outputs import check_outputs
 from verl_shard.common.tables import err
+from verl_shard.config.cards import card_of_memory
 
 L = TypeVar("L")
 T = TypeVar("T")
@@ -63,8 +65,18 @@ class Setting(Generic[L]):
 
 
 def opened(asked: Asked, models: Sizes[str], loads: Sizes[L]) -> Setting[L]:
-    """Looks at the machine and chooses. Raises ConfigError for an unknown model, and for a limit that cannot be."""
-    found = look(named_config(asked.model or models.full))
+    """Looks at the machine and chooses. Raises ConfigError for an unknown model, for a limit that cannot be, and for files
+    that could not be written in the end."""
+    faults, config = Faults(), None
+    with faults.gathering():
+        check_outputs(out=asked.result, picture=asked.picture)
+    with faults.gathering():
+        config = named_config(asked.model or models.full)
+    with faults.gathering():
+        if asked.gpu_memory is not None:
+            card_of_memory(asked.gpu_memory)  # refuses 80, which would be 80 bytes
+    faults.check()
+    found = look(config)
     name = asked.model or models.of(found, quick=asked.quick)
     load = loads.of(found, quick=asked.quick)
     return Setting(found, name, named_config(name), load, read_limit(asked.gpu_memory, found))

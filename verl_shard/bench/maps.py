@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_shard.bench.record import tell
 from verl_shard.bench.rivals import accelerate_map, answer, build, build_from, quiet
-from verl_shard.common.errors import DoesNotFitError, RunError
+from verl_shard.common.errors import DoesNotFitError, RunError, config_error
 from verl_shard.common.tables import err, table
 from verl_shard.common.units import GIB
 
@@ -95,7 +95,8 @@ def optimum(sizes: Sequence[int], n_gpus: int) -> int:
 
 
 def bench_maps(*, quick: bool, other_transformers: str | None, result: Path | None) -> None:
-    """Runs all of it, prints the tables, and writes JSON when `result` is given."""
+    """Runs all of it, prints the tables, and writes JSON when `result` is given. Raises ConfigError for what is no version."""
+    check_version(other_transformers)
     quiet()
     models = zoo()[:6] if quick else zoo()
     err.print("Timing maps")
@@ -113,6 +114,21 @@ def bench_maps(*, quick: bool, other_transformers: str | None, result: Path | No
     }  # fmt: skip
     times = table("and", ("", "seconds"), [(name, f"{seconds:.2f}") for name, seconds in more.items()])
     tell(SCHEMA, content, [quality_table(quality), speed_table(speeds), times, even_table(even)], result=result)
+
+
+def check_version(other_transformers: str | None) -> None:
+    """Raises ConfigError for text that names no version of a package, which pip would only say after all maps are made."""
+    from packaging.version import InvalidVersion, Version
+
+    if other_transformers is None:
+        return
+    try:
+        Version(other_transformers)
+    except InvalidVersion as error:
+        fix = "Give one such as 5.24.0, or leave it out"
+        raise config_error(
+            "not-a-version", "--other-transformers", other_transformers, "it is no version", fix
+        ) from error
 
 
 def training_maps(words: str, model: str, fields: Mapping[str, Any], gpus: int = 2) -> Even:

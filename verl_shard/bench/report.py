@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_shard.bench import report_sections as sections
-from verl_shard.common.errors import config_error
-from verl_shard.common.files import write_whole
+from verl_shard.common.errors import Faults, config_error
+from verl_shard.common.files import check_output, write_whole
+from verl_shard.common.pictures import check_can_draw
+
+PAGE = "report.html"
+"""The page of a folder, in it."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -46,10 +50,22 @@ def bench_report(folder: Path, page: Path | None = None) -> Page:
     """Writes the page of all results in a folder, by default report.html in it.
 
     A file that is no result of a bench of ours, or cannot be read as one, is named on the page and left out.
-    Raises ConfigError for a folder that is not there or has no result, MissingExtraError without matplotlib.
+    Raises ConfigError for a folder that is not there or has no result, and for a page that cannot be written;
+    MissingExtraError without matplotlib.
     """
-    if not folder.is_dir():
-        raise config_error("no-folder", "DIR", str(folder), "there is no such folder", "Name one with results in it")
+    faults = Faults()
+    with faults.gathering():
+        if not folder.is_dir():
+            raise config_error(
+                "no-folder", "DIR", str(folder), "there is no such folder", "Name one with results in it"
+            )
+        if page is None:
+            check_output(folder / PAGE, "DIR")
+    with faults.gathering():
+        if page is not None:
+            check_output(page, "--out")
+    faults.check()
+    check_can_draw()
     found: dict[str, str] = {}
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="verl_shard_report_") as plots:
@@ -62,7 +78,7 @@ def bench_report(folder: Path, page: Path | None = None) -> Page:
         left = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "there is no .json file in it"
         fix = "Write some: verl-shard bench ladder --out DIR/ladder.json"
         raise config_error("no-results", "DIR", str(folder), f"it holds no result of a bench ({left})", fix)
-    path = folder / "report.html" if page is None else page
+    path = folder / PAGE if page is None else page
     write_whole(path, html(found, skipped))
     return Page(path, tuple(found), skipped)
 

@@ -9,6 +9,7 @@ import typer
 
 from verl_shard.cli import bench_tables
 from verl_shard.cli.bench_generate import generate
+from verl_shard.common.outputs import check_outputs
 
 
 def start(
@@ -21,6 +22,7 @@ def start(
     """How long verl takes from launch to its first training step, and for a step of the quick start."""
     from verl_shard.bench.start import bench_start
 
+    check_outputs(out=out)
     given = {"algorithm": algorithm} | ({} if steps is None else {"steps": steps})
     bench_start(given, out)
 
@@ -33,8 +35,15 @@ def maps(
     quick: Annotated[bool, typer.Option("--quick", help="Six models only, and fewer turns.")] = False,
 ) -> None:
     """How even device maps are and how long they take, ours beside accelerate's and transformers' own."""
-    from verl_shard.bench.maps import bench_maps
+    from verl_shard.bench.maps import bench_maps, check_version
+    from verl_shard.common.errors import Faults
 
+    faults = Faults()
+    with faults.gathering():
+        check_outputs(out=out)
+    with faults.gathering():
+        check_version(other_transformers)
+    faults.check()
     bench_maps(quick=quick, other_transformers=other_transformers, result=out)
 
 
@@ -56,6 +65,7 @@ def memory(
     """How right memory estimates are, ours and others': real passes on this machine's first GPU, drawn from the seed."""
     from verl_shard.bench.memory import bench_memory, compare_memory
 
+    check_outputs(out=out)
     if compare is not None:
         compare_memory(compare, result=out, slow=slow)
     else:
@@ -68,6 +78,7 @@ def rates(
     """What this machine's first GPU and its host reach: products, memory, attention, launches, copies."""
     from verl_shard.bench.rates import bench_rates
 
+    check_outputs(out=out)
     bench_rates(result=out)
 
 
@@ -82,6 +93,7 @@ def times(
     """How right predicted times are: passes and whole steps of three models on this machine's first GPU."""
     from verl_shard.bench.times import MODELS, bench_times
 
+    check_outputs(out=out, fit=fit)
     bench_times(models=model or MODELS, rates=rates, result=out, fit=fit)
 
 
@@ -95,17 +107,21 @@ def stock(
 ) -> None:
     """How right the phases of stock verl are: its own FSDP engine on this machine's first GPU, without Ray."""
     from verl_shard.bench.stock import bench_stock, compare_stock
+    from verl_shard.common.errors import Faults, config_error
 
+    faults = Faults()
+    with faults.gathering():
+        check_outputs(out=out)
+    with faults.gathering():
+        if compare is not None and (large or only is not None):
+            given = "--large" if large else f"--only {only}"
+            why = "the configurations are those of the file that --compare names, and none is run"
+            raise config_error("compare", "bench stock", given, why, f"Leave out {given.split()[0]}, or --compare")
+    faults.check()
     if compare is None:
         bench_stock(result=out, large=large, only=only)
-        return
-    if large or only is not None:
-        from verl_shard.common.errors import config_error
-
-        given = "--large" if large else f"--only {only}"
-        why = "the configurations are those of the file that --compare names, and none is run"
-        raise config_error("compare", "bench stock", given, why, f"Leave out {given.split()[0]}, or --compare")
-    compare_stock(compare, result=out)
+    else:
+        compare_stock(compare, result=out)
 
 
 def offload(
@@ -119,6 +135,7 @@ def offload(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """A reward model out of this machine's first GPU, every way: seconds a call, memory, set-up, and the copy's limit."""
+    check_outputs(out=out)
     if phases:
         from verl_shard.bench.offload_phases import bench_offload_phases
 
@@ -142,6 +159,7 @@ def pipeline(
     """
     from verl_shard.bench.pipeline import bench_pipeline
 
+    check_outputs(out=out)
     bench_pipeline(result=out, model=model, runs=runs, gpus=gpus, as_json=json)
 
 
@@ -156,6 +174,7 @@ def attention(
     """sdpa and flash_attention_2 with padding and packed: time, memory, and how far from fp32, on the first GPU."""
     from verl_shard.bench.attention import MODELS, bench_attention
 
+    check_outputs(out=out)
     bench_attention(result=out, models=model or MODELS, layers=layers, seed=seed)
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from verl_shard.common.outputs import check_outputs
+
 
 def generate(
     out: Annotated[Path | None, typer.Option(help="Where to write the result as JSON.")] = None,
@@ -31,6 +33,7 @@ def generate(
     """Tokens/s of responses of mixed lengths: ours, a plain model.generate loop, transformers' continuous batching."""
     from verl_shard.bench.generate import bench_generate
 
+    check_outputs(out=out)
     bench_generate(
         result=out, model=model, requests=requests, longest_prompt=longest_prompt, longest_response=longest_response,
         runs=runs, seed=seed, quick=quick, as_json=json,

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from verl_shard.cli import passes
+from verl_shard.cli.options import default, in_flags, one_of
+from verl_shard.common import choices
+from verl_shard.common.outputs import check_outputs
 
 HELP = """Which part of a model goes on which GPU, so that the fullest GPU holds as little as possible.
 
@@ -27,12 +30,24 @@ def device_map(
     purpose: Annotated[
         str,
         typer.Option(
-            help="inference counts weights, buffers and KV cache; training the peak of a step, which is larger on the "
-            "head's GPU, for a second of tracing."
+            help=one_of(
+                choices.Purpose,
+                {
+                    "inference": "counts weights and buffers, and with --seq-len the KV cache",
+                    "training": "the peak of a step, which is larger on the head's GPU, for a second of tracing",
+                },
+            )
+            + "."
         ),
     ] = "inference",
     batch_size: passes.BatchSize = None,
-    seq_len: passes.SeqLen = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a sequence, at most the model's positions."
+            + default(f"{choices.SEQ_LEN} for training; no KV cache for inference")
+        ),
+    ] = None,
     precision: passes.Precision = None,
     optimizer: passes.Optimizer = None,
     gradient_checkpointing: passes.Checkpointing = False,
@@ -40,7 +55,9 @@ def device_map(
     in_flight: passes.InFlight = None,
     accumulating: passes.Accumulating = False,
     task: passes.Task = None,
-    dtype: Annotated[str | None, typer.Option(help="What weights are counted as, for inference. [bfloat16]")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"What weights are counted as, for inference.{default('bfloat16')}")
+    ] = None,
     trust_remote_code: passes.TrustRemoteCode = False,
     json: Annotated[bool, typer.Option("--json", help="Print the map as JSON instead of a table.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Also draw the map, into this PNG.")] = None,
@@ -49,9 +66,12 @@ def device_map(
     """Prints a device map."""
     from json import dumps
 
+    from verl_shard.common.errors import Faults
     from verl_shard.common.tables import out
     from verl_shard.mapping.build import build_device_map
+    from verl_shard.mapping.costs import check_dtype, read_pass
     from verl_shard.mapping.devices import choose_devices
+    from verl_shard.models.meta import parse_task
 
     fields = passes.given(
         batch_size=batch_size,
@@ -66,17 +86,30 @@ def device_map(
     listed: Any = devices
     if devices is not None and devices != "process":
         listed = [name.strip() for name in devices.split(",")]
-    made = build_device_map(
-        model,
-        gpus,
-        purpose=purpose,
-        devices=listed,
-        max_memory=_limits(gpu_memory, choose_devices(gpus, listed)),
-        task=task,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        **fields,
-    )
+    faults, chosen, limits = Faults(), None, None
+    with faults.gathering():
+        check_outputs(picture=picture, save=save)
+    with faults.gathering(), in_flags(device_map, n_gpus="--gpus"):
+        chosen = choose_devices(gpus, listed)
+    with faults.gathering():
+        limits = _limits(gpu_memory, chosen)
+    with faults.gathering(), in_flags(device_map):
+        check_dtype(purpose, dtype, read_pass(purpose, fields))
+    with faults.gathering(), in_flags(device_map):
+        parse_task(task)
+    faults.check()
+    with in_flags(device_map, n_gpus="--gpus", max_memory="--gpu-memory"):
+        made = build_device_map(
+            model,
+            gpus,
+            purpose=purpose,
+            devices=listed,
+            max_memory=limits,
+            task=task,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            **fields,
+        )
     if picture is not None:
         made.draw(picture)
     if save is not None:
@@ -89,18 +122,28 @@ def device_map(
         out.print(f"Picture: {picture}", markup=False)
 
 
-def _limits(text: str | None, devices: tuple[Any, ...]) -> dict[Any, str] | None:
+def _limits(text: str | None, devices: tuple[Any, ...] | None) -> dict[Any, str] | None:
+    """What each GPU may hold. devices: None where they are not known, for a fault that is said already.
+
+    Raises ConfigError with every size that no GPU has, as verl-shard plan does: 80 would be 80 bytes.
+    """
+    from verl_shard.common.errors import Faults, config_error
+    from verl_shard.config.cards import card_of_memory
+
     if text is None:
         return None
-    sizes = [size.strip() for size in text.split(",")]
-    if len(sizes) == 1:
+    faults, sizes = Faults(), [size.strip() for size in text.split(",")]
+    for size in dict.fromkeys(sizes):
+        with faults.gathering():
+            card_of_memory(size)
+    if devices is not None and len(sizes) == 1:
         sizes *= len(devices)
-    if len(sizes) != len(devices):
-        from verl_shard.common.errors import config_error
-
-        why = f"{len(sizes)} sizes for {len(devices)} GPUs"
-        raise config_error("gpu-memory", "--gpu-memory", text, why, "Give one size for all, or one for each")
-    return dict(zip(devices, sizes, strict=True))
+    with faults.gathering():
+        if devices is not None and len(sizes) != len(devices):
+            why = f"{len(sizes)} sizes for {len(devices)} GPUs"
+            raise config_error("gpu-memory", "--gpu-memory", text, why, "Give one size for all, or one for each")
+    faults.check()
+    return None if devices is None else dict(zip(devices, sizes, strict=True))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from verl_shard.cli import passes
+from verl_shard.cli.options import default, in_flags, one_of
+from verl_shard.common import choices
 
 HELP = """The memory of a training step, a forward pass or generation, before any of it is run.
 
@@ -17,10 +19,14 @@ Traced over tensors without memory and replayed through torch's caching allocato
 
 def estimate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of the model.")],
-    phase: Annotated[str, typer.Option(help="train (a step), forward (scoring) or generate.")] = "train",
+    phase: Annotated[
+        str, typer.Option(help=f"{one_of(choices.Phase, {'train': 'a step', 'forward': 'scoring'})}.")
+    ] = "train",
     batch_size: passes.BatchSize = None,
     seq_len: passes.SeqLen = None,
-    new_tokens: Annotated[int | None, typer.Option(help="For generation: tokens after the prompt.")] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(help=f"For generation: tokens after the prompt.{default(0)}")
+    ] = None,
     precision: passes.Precision = None,
     optimizer: passes.Optimizer = None,
     gradient_checkpointing: passes.Checkpointing = False,
@@ -30,9 +36,12 @@ def estimate(
         typer.Option(help="Train adapters of this rank: saves the gradients and optimizer states of the weights."),
     ] = None,
     logits_to_keep: Annotated[
-        int | None, typer.Option(help="Logits of so many last positions only: saves tokens x vocabulary.")
+        int | None,
+        typer.Option(
+            help=f"Logits of so many last positions only: saves tokens x vocabulary.{default('those of all tokens')}"
+        ),
     ] = None,
-    loss: Annotated[str | None, typer.Option(help="causal-lm, ppo, verl-ppo or value; by default by the task.")] = None,
+    loss: Annotated[str | None, typer.Option(help=f"{one_of(choices.Loss)}; by default by the task.")] = None,
     packed: passes.Packed = False,
     in_flight: passes.InFlight = None,
     accumulating: passes.Accumulating = False,
@@ -46,36 +55,44 @@ def estimate(
     """Prints a memory estimate."""
     from json import dumps
 
+    from verl_shard.common.errors import Faults, config_error
     from verl_shard.common.tables import out
+    from verl_shard.mapping.device_map import DeviceMap
     from verl_shard.memory.estimate import estimate_memory
+    from verl_shard.memory.passes import pass_spec
+    from verl_shard.models.meta import parse_task
 
-    mapped = None
-    if device_map is not None:
-        from verl_shard.mapping.device_map import DeviceMap
-
-        mapped = DeviceMap.load(device_map)
-    made = estimate_memory(
-        model,
-        phase=phase,
-        device_map=mapped,
-        task=task,
-        trust_remote_code=trust_remote_code,
-        **passes.given(
-            batch_size=batch_size,
-            seq_len=seq_len,
-            new_tokens=new_tokens,
-            precision=precision,
-            optimizer=optimizer,
-            gradient_checkpointing=gradient_checkpointing,
-            attn_implementation=attn_implementation,
-            lora_rank=lora_rank,
-            logits_to_keep=logits_to_keep,
-            loss=loss,
-            packed=packed,
-            in_flight=in_flight,
-            accumulating=accumulating,
-        ),
+    fields = passes.given(
+        batch_size=batch_size,
+        seq_len=seq_len,
+        new_tokens=new_tokens,
+        precision=precision,
+        optimizer=optimizer,
+        gradient_checkpointing=gradient_checkpointing,
+        attn_implementation=attn_implementation,
+        lora_rank=lora_rank,
+        logits_to_keep=logits_to_keep,
+        loss=loss,
+        packed=packed,
+        in_flight=in_flight,
+        accumulating=accumulating,
     )
+    faults, mapped = Faults(), None
+    with faults.gathering():
+        mapped = None if device_map is None else DeviceMap.load(device_map)
+    with faults.gathering(), in_flags(estimate):
+        pass_spec(fields, phase=phase)
+    with faults.gathering():
+        if lora_rank == 0:
+            why = "adapters of rank 0 are none, and it changes nothing"
+            raise config_error("no-effect", "--lora-rank", lora_rank, why, "Leave it out, or give 1 or more")
+    with faults.gathering(), in_flags(estimate):
+        parse_task(task)
+    faults.check()
+    with in_flags(estimate):
+        made = estimate_memory(
+            model, phase=phase, device_map=mapped, task=task, trust_remote_code=trust_remote_code, **fields
+        )
     if json:
         typer.echo(dumps(made.to_dict(), indent=2))
     else:

@@ -128,3 +128,7 @@ def _escape(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from verl_shard.common.outputs import check_outputs
+
 if TYPE_CHECKING:
     from verl_shard.diagnosis.memory_timeline import PhaseMemory
     from verl_shard.runtime.oom_report import OutOfMemoryReport
@@ -30,15 +32,18 @@ def memory(
     """What each phase of a run took of the GPUs, beside what its plan expected; and each time that memory ran out."""
     from dataclasses import asdict
 
-    from verl_shard.common.errors import config_error
-    from verl_shard.common.files import check_writable_folder
+    from verl_shard.common.errors import Faults, config_error
     from verl_shard.common.tables import out, table
     from verl_shard.common.units import format_bytes
     from verl_shard.diagnosis.memory_timeline import by_phase, draw, expected_peaks, last_steps, read_moments
 
-    if picture is not None:
-        check_writable_folder(picture.parent, "--picture")
-    moments, expected = read_moments(run), expected_peaks(run)
+    faults, moments = Faults(), []
+    with faults.gathering():
+        check_outputs(picture=picture)
+    with faults.gathering():
+        moments = read_moments(run)
+    faults.check()
+    expected = expected_peaks(run)
     rows = by_phase(moments, expected)
     if snapshot:
         from verl_shard.runtime.snapshots import ask_for_snapshot

@@ -1,4 +1,4 @@
-"""The flags of a pass that `map` and `estimate` share."""
+"""The flags of a pass, most of which `map` and `estimate` share."""
 
 from __future__ import annotations
 
@@ -6,18 +6,38 @@ from typing import Annotated, Any
 
 import typer
 
-BatchSize = Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")]
-SeqLen = Annotated[int | None, typer.Option(help="Tokens of a sequence; for generation, of the prompt.")]
+from verl_shard.cli.options import default, one_of
+from verl_shard.common import choices
+
+BatchSize = Annotated[int | None, typer.Option(help=f"Sequences in a micro-batch.{default(choices.BATCH_SIZE)}")]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Tokens of a sequence, at most the model's positions; for generation, of the prompt.{default(choices.SEQ_LEN)}"
+    ),
+]
 Precision = Annotated[
     str | None,
     typer.Option(
-        help="bf16-mixed (fp32 weights under bf16 autocast), bf16 (half of that memory, and small updates are lost in "
-        "rounding) or fp32."
+        help=one_of(
+            choices.Precision,
+            {
+                "bf16-mixed": "fp32 weights under bf16 autocast",
+                "bf16": "half of that memory, and small updates are lost in rounding",
+            },
+        )
+        + f".{default('bf16-mixed for training, else bf16')}"
     ),
 ]
 Optimizer = Annotated[
     str | None,
-    typer.Option(help="adamw, adamw-fused (saves the gradients' size during the step) or sgd (saves two of three)."),
+    typer.Option(
+        help=one_of(
+            choices.Optimizer,
+            {"adamw-fused": "saves the gradients' size during the step", "sgd": "saves two of three"},
+        )
+        + f".{default('adamw')}"
+    ),
 ]
 Checkpointing = Annotated[
     bool,
@@ -27,7 +47,17 @@ Checkpointing = Annotated[
     ),
 ]
 Attention = Annotated[
-    str | None, typer.Option(help="sdpa, flash_attention_2, or eager, which holds every attention score.")
+    str | None,
+    typer.Option(
+        help=one_of(
+            choices.Attention,
+            {
+                "sdpa_packed": "our engine's for packed rows, which needs no mask",
+                "eager": "holds every attention score",
+            },
+        )
+        + f".{default('sdpa')}"
+    ),
 ]
 Packed = Annotated[
     bool,
@@ -38,7 +68,9 @@ Packed = Annotated[
 ]
 InFlight = Annotated[
     int | None,
-    typer.Option(help="Micro-batches between forward and backward at a time: GPUs overlap, for their activations."),
+    typer.Option(
+        help=f"Micro-batches between forward and backward at a time: GPUs overlap, for their activations.{default(1)}"
+    ),
 ]
 Accumulating = Annotated[
     bool,
@@ -46,9 +78,7 @@ Accumulating = Annotated[
         "--accumulating", help="A step of several micro-batches: their gradients are there while the next one runs."
     ),
 ]
-Task = Annotated[
-    str | None, typer.Option(help="causal-lm, reward, process-reward or value; by default what the model says.")
-]
+Task = Annotated[str | None, typer.Option(help=f"{one_of(choices.Task)}; by default what the model says.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")]
 
 

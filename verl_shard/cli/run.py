@@ -41,16 +41,22 @@ def run(
 
     faults = Faults()
     made: Plan | None = None
-    with faults.gathering():
-        _check(runner, dry_run=dry_run, files=[*(train_data or []), *(val_data or [])])
-    with faults.gathering():
-        made = Plan.load(plan)
     extra = [str(text) for text in overrides or []]
     with faults.gathering():
-        _check_overrides(extra)
+        _check(runner, dry_run=dry_run, files=[*(train_data or []), *(val_data or [])])
+    for flag, files in (("--train-data", train_data), ("--val-data", val_data)):
+        with faults.gathering():
+            _check_data(flag, files or [], runner, extra)
     with faults.gathering():
-        if runner == "local" and made is not None and made.backend != "device_map":
-            _refuse_local(made.backend)
+        made = Plan.load(plan)
+    with faults.gathering():
+        _check_overrides(extra)
+    if made is not None:
+        with faults.gathering():
+            if runner == "local" and made.backend != "device_map":
+                _refuse_local(made.backend)
+        with faults.gathering():
+            _check_keys(made, plan, extra)
     faults.check()
     assert made is not None, "a fault was raised otherwise"
     if not force:
@@ -212,6 +218,28 @@ def _check_overrides(extra: list[str]) -> None:
         raise ConfigError(
             Finding("error", "not-an-override", "overrides", text, "it is no key=value", fix) for text in wrong
         )
+
+
+def _check_data(flag: str, files: list[Path], runner: str, extra: list[str]) -> None:
+    """Of files that are not here nothing is said: a dry run's may be on the cluster."""
+    if any(text.lstrip("+").startswith("data.custom_cls.path=") for text in extra):
+        return  # a dataset of their own reads what it likes
+    from verl_shard.training.check_files import check_files
+
+    check_files(files, flag, only_parquet=runner == "local")
+
+
+def _check_keys(plan: Plan, plan_file: Path, extra: list[str]) -> None:
+    """Raises ConfigError for overrides that verl would refuse once it has started, which takes it a minute."""
+    words = [text for text in extra if "=" in text or text.startswith("~")]
+    if not words:
+        return
+    from verl_shard.training.check_overrides import check_overrides
+    from verl_shard.verl_plugin.launch import overrides_of_run
+    from verl_shard.verl_plugin.overrides_plan import to_verl_overrides
+
+    own = to_verl_overrides(plan, plan_file=plan_file if plan.backend == "device_map" else None)
+    check_overrides(words, [*own, *overrides_of_run(Path("run"))])
 
 
 def _refuse_local(backend: str) -> None:

@@ -62,6 +62,16 @@ class Workload:
         if mini is not None and mini > self.train_batch_size:
             why = f"it is more than the {self.train_batch_size} prompts of a step"
             faults.append(_fault("ppo_mini_batch_size", mini, why, f"Give {self.train_batch_size} or less"))
+        elif mini is not None and self.train_batch_size % mini:
+            # verl counts both in samples, n times as many, and its loader asserts the same of those on each GPU
+            # (verl/utils/tensordict_utils.py, make_iterator): n and the GPUs cancel.
+            whole = self.train_batch_size
+            why = f"train_batch_size {whole} % {mini} = {whole % mini}, not 0: a step is cut into whole mini-batches"
+            less = next(size for size in range(mini, 0, -1) if whole % size == 0)
+            more = next(size for size in range(mini, whole + 1) if whole % size == 0)
+            faults.append(
+                _fault("ppo_mini_batch_size", mini, why, f"Give {less} or {more}, or another divisor of {whole}")
+            )
         if mean is not None and mean > self.response_length:
             why = f"it is more than the longest response, {self.response_length}"
             faults.append(_fault("mean_response_length", mean, why, f"Give {self.response_length} or less"))
@@ -92,6 +102,20 @@ class Workload:
     def has_critic(self) -> bool:
         """Whether the algorithm learns values."""
         return self.algorithm in ("ppo", "gae")
+
+
+def group_of_one(algorithm: str, n: int) -> tuple[str, str] | None:
+    """Why a group of one response is worth a warning, and what to do; None where the algorithm has no groups, or larger ones.
+
+    Source: compute_grpo_outcome_advantage and group_mean_std of verl 0.9.1, which both set mean 0 and deviation 1 then.
+    """
+    if n != 1 or algorithm not in ("grpo", "grpo_vectorized"):
+        return None
+    why = (
+        "each group is one response, for which verl takes 0 as the mean and 1 as the deviation: its advantage is its reward "
+        "itself, and nothing is compared with the rest of a group"
+    )
+    return why, "Use 2 or more, such as 4 or 8, or an algorithm without groups, such as reinforce_plus_plus"
 
 
 def _fault(where: str, given: object, why: str, fix: str) -> Finding:

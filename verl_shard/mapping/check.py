@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_shard.common.errors import ConfigError, Finding, Level, config_error
+from verl_shard.common.errors import ConfigError, Finding, Level
 from verl_shard.common.units import format_bytes
 from verl_shard.mapping.costs import inference_cost
-from verl_shard.mapping.devices import DeviceId, device_label, parse_device
+from verl_shard.mapping.devices import DeviceId, device_label, fault_of_count, parse_device
 from verl_shard.mapping.partition import partition
 from verl_shard.models.read import read_model
 from verl_shard.models.spec import ModelSpec, device_of
@@ -86,11 +86,9 @@ def _parsed(device_map: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Dev
 
 
 def _not_there(devices: Mapping[str, DeviceId], n_gpus: int | None) -> Iterator[Finding]:
+    if (fault := fault_of_count(n_gpus, "a map")) is not None:
+        raise ConfigError(fault)
     count = torch.cuda.device_count() if n_gpus is None else n_gpus
-    if n_gpus is not None and n_gpus < 1:
-        raise config_error(
-            "n-gpus", "n_gpus", n_gpus, "a map needs at least one GPU", "Give 1 or more, or leave it out"
-        )
     if n_gpus is None and count == 0:
         return
     gone = sorted({device for device in devices.values() if isinstance(device, int) and device >= count})

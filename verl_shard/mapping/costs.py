@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 from transformers import PretrainedConfig
 
+from verl_shard.common.choices import Purpose
 from verl_shard.common.errors import ConfigError, Finding, config_error
 from verl_shard.mapping.partition import ByStage, Run, RunCost
 from verl_shard.memory.in_flight import Stage
@@ -20,7 +21,7 @@ from verl_shard.models.spec import ModelSpec
 if TYPE_CHECKING:
     from verl_shard.memory.trace import Trace
 
-PURPOSES = ("inference", "training")
+PURPOSES = get_args(Purpose)
 
 _IN_INFERENCE = ("batch_size", "seq_len")
 

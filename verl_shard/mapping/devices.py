@@ -24,10 +24,8 @@ def choose_devices(n_gpus: int | None, devices: Iterable[object] | str | None) -
     and a count and a list that contradict each other.
     """
     faults: list[Finding] = []
-    if n_gpus is not None and (isinstance(n_gpus, bool) or not isinstance(n_gpus, int) or n_gpus < 1):
-        faults.append(
-            _fault("n-gpus", "n_gpus", n_gpus, "a model needs at least one GPU", "Give 1 or more, or leave it out")
-        )
+    if (fault := fault_of_count(n_gpus, "a model")) is not None:
+        faults.append(fault)
         n_gpus = None
         if devices is None:
             raise ConfigError(faults)
@@ -66,6 +64,18 @@ def choose_devices(n_gpus: int | None, devices: Iterable[object] | str | None) -
     if faults:
         raise ConfigError(faults)
     return tuple(chosen)
+
+
+def fault_of_count(n_gpus: object, of: str) -> Finding | None:
+    """What is wrong with a number of GPUs; None of them is all that there are. of: what needs them, "a model"."""
+    if n_gpus is None:
+        return None
+    if isinstance(n_gpus, bool) or not isinstance(n_gpus, int):
+        why = f"it is no whole number but of the type {type(n_gpus).__name__}"
+        return _fault("n-gpus", "n_gpus", repr(n_gpus), why, "Give a whole number, such as 4, or leave it out")
+    if n_gpus < 1:
+        return _fault("n-gpus", "n_gpus", n_gpus, f"{of} needs at least one GPU", "Give 1 or more, or leave it out")
+    return None
 
 
 def _share_of_process(n_gpus: int | None) -> tuple[DeviceId, ...]:

@@ -39,6 +39,8 @@ from verl_shard.models.read import read_model
 from verl_shard.models.spec import ModelSpec
 
 SCHEMA = "verl_shard/memory_estimate/1"
+PARTS = (*KINDS, "workspace", "rounding_and_copies")
+"""The fields of a MemoryEstimate that add up to its peak."""
 _REPLAYED = 4
 """Micro-batches in flight that are replayed at most, unless there are more stages; what more of them keep is added."""
 _PHASES = {"train": "training", "forward": "a forward pass", "generate": "generation"}
@@ -48,11 +50,13 @@ _PHASES = {"train": "training", "forward": "a forward pass", "generate": "genera
 class MemoryEstimate:
     """Bytes on one GPU; with a device_map on the fullest, and for each under `gpus`.
 
-    weights to workspace are what is there at the peak. forward_peak, backward_peak and optimizer_peak are of a step in
-    the steady state (from the second on); for "forward" and "generate" forward_peak alone. peak is what
-    torch.cuda.max_memory_allocated would say, reserved what max_memory_reserved would: what the caching allocator has
-    taken from the driver. The driver's own context comes on top: 0.51 to 0.60 GiB on an H200 with torch 2.11.
-    With a device_map what is copied from another GPU is in the peak and in none of the parts.
+    weights to rounding_and_copies are what is there at the peak, and add up to it: rounding is what torch's allocator gives
+    out beyond what was asked of it (multiples of 512 bytes; of a segment, which from 10 MiB on is of 2 MiB each, it cuts
+    nothing off that is 1 MiB or less), copies are what a device_map has copied here from another GPU.
+    forward_peak, backward_peak and optimizer_peak are of a step in the steady state (from the second on); for "forward" and
+    "generate" forward_peak alone. peak is what torch.cuda.max_memory_allocated would say, reserved what max_memory_reserved
+    would: what the caching allocator has taken from the driver. The driver's own context comes on top: 0.51 to 0.60 GiB on
+    an H200 with torch 2.11.
     """
 
     model: str
@@ -64,6 +68,7 @@ class MemoryEstimate:
     logits: int
     kv_cache: int
     workspace: int
+    rounding_and_copies: int
     forward_peak: int
     backward_peak: int
     optimizer_peak: int
@@ -80,15 +85,12 @@ class MemoryEstimate:
         """
         shown: list[RenderableType] = [f"{self.model}: {self.what}"]
         if self.gpus:
-            columns = ["GPU", "weights", "gradients", "optimizer", "activations", "logits", "peak", "reserved"]
-            rows = [[gpu, *(format_bytes(getattr(e, name)) for name in columns[1:])] for gpu, e in self.gpus.items()]
-            if any(e.kv_cache for e in self.gpus.values()):
-                columns.insert(6, "kv_cache")
-                for row, e in zip(rows, self.gpus.values(), strict=True):
-                    row.insert(6, format_bytes(e.kv_cache))
-            shown.append(table("", columns, rows))
+            some = [name for name in PARTS if any(getattr(e, name) for e in self.gpus.values())]
+            names = [*some, "peak", "reserved"]
+            rows = [[gpu, *(format_bytes(getattr(e, name)) for name in names)] for gpu, e in self.gpus.items()]
+            shown.append(table("", ["GPU", *names], rows))
         else:
-            parts = [(name, getattr(self, name)) for name in (*KINDS, "workspace") if getattr(self, name)]
+            parts = [(name, getattr(self, name)) for name in PARTS if getattr(self, name)]
             shown.append(table("", ("at the peak", "bytes"), [(name, format_bytes(size)) for name, size in parts]))
             peaks = [(name, format_bytes(size)) for name, size in self.phases.items()]
             shown.append(table("", ("phase", "peak"), peaks))
@@ -194,6 +196,7 @@ def of_blocks(
         logits=kinds[LOGITS],
         kv_cache=kinds[KV_CACHE],
         workspace=replayed.workspace,
+        rounding_and_copies=peak - sum(kinds) - replayed.workspace,
         forward_peak=forward,
         backward_peak=phases.get("backward", 0),
         optimizer_peak=phases.get("optimizer", 0),

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
+from verl_shard.common.choices import BATCH_SIZE, SEQ_LEN, Attention, Loss, Optimizer, Phase, Precision
 from verl_shard.common.errors import ConfigError, Finding
-from verl_shard.models.packed import PACKED
 
-Phase = Literal["train", "forward", "generate"]
-Precision = Literal["bf16-mixed", "bf16", "fp32"]
-Optimizer = Literal["adamw", "adamw-fused", "sgd"]
-Loss = Literal["causal-lm", "ppo", "verl-ppo", "verl-fused", "value"]
+__all__ = ["ATTENTIONS", "Loss", "Optimizer", "PassSpec", "Phase", "Precision", "pass_spec", "within_positions"]
 
-ATTENTIONS = ("sdpa", PACKED, "flash_attention_2", "eager")
+ATTENTIONS = get_args(Attention)
+"""One of them is models.packed.PACKED."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,8 @@ class PassSpec:
     """
 
     phase: Phase = "train"
-    batch_size: int = 1
-    seq_len: int = 2048
+    batch_size: int = BATCH_SIZE
+    seq_len: int = SEQ_LEN
     precision: Precision | None = None
     optimizer: Optimizer = "adamw"
     gradient_checkpointing: bool = False
@@ -148,10 +146,15 @@ class PassSpec:
 
 
 def within_positions(wanted: PassSpec, given: Mapping[str, Any], positions: int | None) -> PassSpec:
-    """`wanted` with a default seq_len that the model has positions for; a length that was given stays."""
+    """`wanted` with a default seq_len that the model has positions for; a length that was given stays.
+
+    Raises ConfigError for more logits than a sequence of that length has.
+    """
     if "seq_len" in given or positions is None:
         return wanted
-    return replace(wanted, seq_len=min(wanted.seq_len, positions))
+    made = replace(wanted, seq_len=min(wanted.seq_len, positions))
+    _check_logits(made, given)
+    return made
 
 
 _TRAINING_ONLY = ("optimizer", "gradient_checkpointing", "in_flight", "accumulating")
@@ -166,7 +169,8 @@ _NO_EFFECT: dict[str, tuple[str, ...]] = {
 def pass_spec(given: dict[str, Any], **fixed: Any) -> PassSpec:
     """A PassSpec of keywords that somebody typed.
 
-    Raises ConfigError that names unknown ones with the nearest known, and those that change nothing of the phase.
+    Raises ConfigError that names unknown ones with the nearest known, those that change nothing of the phase, and more
+    logits than there are tokens.
     """
     known = {field.name for field in fields(PassSpec)} - set(fixed)
     if unknown := [name for name in given if name not in known]:
@@ -180,7 +184,19 @@ def pass_spec(given: dict[str, Any], **fixed: Any) -> PassSpec:
     if idle := [name for name in given if name in _NO_EFFECT[made.phase]]:
         why, fix = f'it changes nothing of phase="{made.phase}"', "Leave it out"
         raise ConfigError([Finding("error", "no-effect", name, repr(given[name]), why, fix) for name in idle])
+    _check_logits(made, given)
     return made
+
+
+def _check_logits(wanted: PassSpec, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for more logits of a sequence than it has tokens; a PassSpec of our own means all of them then."""
+    kept = wanted.logits_to_keep
+    if kept is None or kept <= wanted.seq_len:
+        return
+    by_default = "" if "seq_len" in given else " by default"
+    why = f"a sequence has {wanted.seq_len} tokens{by_default} (seq_len), {kept - wanted.seq_len} fewer than {kept}"
+    fix = f"Give {wanted.seq_len} or less, or leave it out for the logits of all"
+    raise ConfigError(Finding("error", "too-many-logits", "logits_to_keep", str(kept), why, fix))
 
 
 def _not_one_of(name: str, value: object, choices: tuple[object, ...]) -> Finding | None:

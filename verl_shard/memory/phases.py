@@ -18,7 +18,7 @@ from verl_shard.memory.losses import other_loss, ppo_loss, token_loss, value_los
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recorder import Recorder
 from verl_shard.memory.stand_ins import as_on_gpu
-from verl_shard.memory.stock.outputs import FUSED_CHUNK, FusedHead
+from verl_shard.memory.stock.outputs import FusedHead
 from verl_shard.models.meta import makes_logits_to_keep
 from verl_shard.models.packed import PACKED, why_not_packed
 from verl_shard.models.spec import ModelSpec
@@ -265,11 +265,8 @@ def _fused(running: Running, given: Mapping[str, torch.Tensor]) -> tuple[torch.T
         why = "a fused head is that of a causal language model with an lm_head"
         raise config_error("no-fused-head", "loss", "verl-fused", why, 'Use loss="verl-ppo"')
     hidden = getattr(module, module.base_model_prefix)(**given)[0]
-    tokens = hidden.shape[0] * hidden.shape[1]
-    # One chunk stands for all in memory; the arithmetic of the others is counted, once more in the backward.
-    rest = 2 * max(tokens - FUSED_CHUNK, 0) * head.weight.numel()
-    running.recorder.add_product(rest)
-    return FusedHead.apply(hidden, head.weight)  # type: ignore[no-any-return, no-untyped-call]
+    # One chunk stands for all in memory; the work of the others, each with its casts and launches, is counted.
+    return FusedHead.apply(hidden, head.weight, running.recorder.repeated)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _loss_of(kind: str | None, passed: list[Any], ids: torch.Tensor, wanted: PassSpec) -> torch.Tensor:

@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flops_in_backward[block] += in_backward
         now, at = self._phase(), len(self.events)
         self.work.stand_in(block, now, kind, at, flops=flops, in_backward=in_backward, n_bytes=n_bytes)
+
+    @contextmanager
+    def repeated(self, times: Fraction) -> Iterator[None]:
+        """What runs while it is on stands for as many of its kind: counted so often as work, and once as memory."""
+        since, flops = len(self.work), (self.flops[:], self.flops_in_backward[:])
+        yield
+        self.work.repeat(since, times)
+        for counts, before in zip((self.flops, self.flops_in_backward), flops, strict=True):
+            counts[:] = [old + int((now - old) * times) for now, old in zip(counts, before, strict=True)]
 
     def _phase(self) -> int:
         if torch._C._current_autograd_node() is None:

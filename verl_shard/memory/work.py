@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -116,6 +117,23 @@ class WorkCounter:
                         by_block[owner] = by_block.get(owner, 0) + _size(tensor)
         for block, size in by_block.items():
             self._add(block, OPTIMIZER, MOVES, 0, size, 0)
+
+    def __len__(self) -> int:
+        """How many entries there are."""
+        return len(self._blocks)
+
+    def repeat(self, since: int, times: Fraction) -> None:
+        """Has the entries from `since` on so many times instead of once, the last time in part."""
+        whole, part = divmod(times, 1)
+        of_one = [values[since:] for values in (self._blocks, self._phases, self._kinds, self._at)]
+        n_copies = int(whole) - 1 + (part > 0)
+        for values, mine in zip((self._blocks, self._phases, self._kinds, self._at), of_one, strict=True):
+            values.extend(mine * n_copies)
+        for numbers in (self._flops, self._bytes):
+            one = numbers[since:]
+            numbers.extend(one * (int(whole) - 1))
+            if part:
+                numbers.extend(array("q", [int(number * part) for number in one]))
 
     def _add(self, block: int, phase: int, kind: int, flops: int, n_bytes: int, at: int) -> None:
         self._blocks.append(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,8 @@ HUB_KEYS = ("cache_dir", "force_download", "local_files_only", "proxies", "revis
 
 _WHERE = "model"
 _FIX = "Give a hub id, or a folder that save_pretrained wrote"
+_LONGEST = 200
+"""Characters of a library's message that ours repeats."""
 
 
 def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = False, **hub: Any) -> PretrainedConfig:
@@ -64,19 +67,26 @@ def _is_path(name: str) -> bool:
 
 def _explain(name: str, error: Exception) -> NoReturn:
     text = " ".join(str(error).split())
+    said = _first_sentence(text)
     if "trust_remote_code" in text:
         fix = "Read that code first; when you trust it, pass trust_remote_code=True"
         raise config_error("remote-code", _WHERE, name, "the model brings code of its own", fix) from error
     if not Path(name).expanduser().is_dir():
-        why = f"not a folder here, and the hub gave no config.json ({text[:200].rstrip('. ')})"
+        why = f"not a folder here, and the hub gave no config.json ({said})"
         raise config_error(
             "model-not-found", _WHERE, name, why, "Check the name, or the network; or give a folder"
         ) from error
     if isinstance(error, ValueError) and "model type" in text:
         fix = "Update transformers, or give a model of an architecture that it knows"
-        raise config_error("unknown-architecture", _WHERE, name, text.split(". ")[0], fix) from error
+        raise config_error("unknown-architecture", _WHERE, name, said, fix) from error
     if isinstance(error, ValueError) and "model_type" in text:
         fix = 'Add "model_type" to its config.json, for example "model_type": "qwen2"'
         raise config_error("no-model-type", _WHERE, name, 'its config.json names no "model_type"', fix) from error
-    why = f"its config.json cannot be read ({text[:200].rstrip('. ')})"
+    why = f"its config.json cannot be read ({said})"
     raise config_error("damaged-config", _WHERE, name, why, "Write it again with config.save_pretrained") from error
+
+
+def _first_sentence(text: str) -> str:
+    """What it says first, whole and without its full stop; one that is very long ends between two words."""
+    first = re.split(r"[.!?](?:\s+(?=[A-Z\"'])|$)", text, maxsplit=1)[0]
+    return first if len(first) <= _LONGEST else first[: first.rfind(" ", 0, _LONGEST)] + " ..."

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.config.cards import find_card
 from verl_shard.config.inventory import Inventory
 from verl_shard.config.resource_config import check_inventory, inventory_of
 from verl_shard.config.roles import Backend, ResourceConfig, Role, RoleConfig
-from verl_shard.config.workload import Workload
+from verl_shard.config.validated import read
+from verl_shard.config.workload import Algorithm, Workload, group_of_one
 from verl_shard.planning.backends import Engine, engine_for
 from verl_shard.planning.offload import advise
-from verl_shard.planning.plan import Plan, PlannedRole, RemedyRow
+from verl_shard.planning.plan import Check, Plan, PlannedRole, RemedyRow
 from verl_shard.planning.rates import Rates
 from verl_shard.planning.search import Found, Taken, cheapest
 from verl_shard.planning.settings import Settings, fill, read_roles
@@ -60,10 +61,13 @@ def build_plan(
     with faults.gathering():
         config = read_roles(roles, backend)
     with faults.gathering():
-        given = workload if isinstance(workload, Workload) else Workload(**(workload or {}))
+        given = _workload(workload)
     with faults.gathering():
         declared = None if config is None or (gpus, gpu, gpu_memory) != (None, None, None) else inventory_of(config)
         inventory = declared or _inventory(gpus, gpu, gpu_memory)
+    with faults.gathering():
+        fix = "Write rates=Rates.load(FILE), FILE from verl-shard bench rates --out"
+        _check_kind(rates, Rates, "rates", "a Rates", fix)
     faults.check()
     assert config is not None, "its faults were raised"
     if config.nodes is not None:
@@ -90,11 +94,28 @@ def build_plan(
     )
 
 
+def _workload(given: Any) -> Workload:
+    if isinstance(given, Workload):
+        return given
+    algorithm = given if isinstance(given, str) and given in get_args(Algorithm) else "grpo"
+    fix = f'Write {{"algorithm": "{algorithm}", "train_batch_size": 64, ...}}, or give a Workload'
+    _check_kind(given, Mapping, "workload", "a mapping of Workload's fields", fix)
+    return read(Workload, given or {})
+
+
+def _check_kind(given: object, wanted: type, where: str, words: str, fix: str) -> None:
+    """Raises ConfigError for what is neither None nor of the kind that is wanted: Python would take it, and fail inside."""
+    if given is not None and not isinstance(given, wanted):
+        raise config_error(f"not-{where}", where, repr(given), f"not {words}", fix)
+
+
 def _inventory(gpus: Inventory | int | None, gpu: str | None, memory: int | str | None) -> Inventory:
     if isinstance(gpus, Inventory):
         if gpu is not None or memory is not None:
             raise config_error("gpus-twice", "gpu", gpu or memory, "the Inventory says which GPUs", "Leave it out")
         return gpus
+    fix = 'Write gpu="a100-80g", or gpu_memory="80GiB" for a card that is not known'
+    _check_kind(gpu, str, "gpu", "the name of a card", fix)
     if gpus is None:
         if gpu is None:
             fix = 'Give gpus=8 with gpu="a100-80g" or gpu_memory="80GiB", or an Inventory'
@@ -207,12 +228,17 @@ def _plan(engine: Engine, settings: Settings, steps: tuple[Taken, ...], *, taken
         step_seconds=evaluation.seconds,
         remedies=rows,
         advice=tuple(advise(engine, settings)),
-        checks=tuple(engine.checks(settings)),
+        checks=(*_of_groups(engine.workload), *engine.checks(settings)),
         host=dict(evaluation.host),
         host_parts=engine.host_parts(settings),
         fits_with=fits_with,
         placements=engine.other_placements(settings),
     )
+
+
+def _of_groups(workload: Workload) -> list[Check]:
+    said = group_of_one(workload.algorithm, workload.n)
+    return [] if said is None else [Check("warning", f"{workload.algorithm} with n=1", ". ".join(said))]
 
 
 def _role(engine: Engine, settings: Settings, role: Role, own: RoleConfig) -> PlannedRole:

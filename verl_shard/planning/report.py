@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from verl_shard.common.tables import as_text, table
 from verl_shard.common.units import format_bytes, format_count
 from verl_shard.planning.plan import Plan, RemedyRow
+from verl_shard.planning.search import FREE
 
 _MOST_COLUMNS = 8
 
@@ -89,7 +90,7 @@ def _remedies(plan: Plan) -> RenderableType:
     columns = ("remedy", "role", "set", "saves a GPU", "in", "seconds a step", "price")
     rows = [
         (
-            row.name, row.role, row.setting, *_saved(row), f"{row.seconds:+.2f}",
+            row.name, row.role, row.setting, *_saved(row), _longer(row.seconds, plan, "+.2f"),
             row.price + ("" if row.same_result else " (learns differently)"),
         )
         for row in plan.remedies
@@ -136,11 +137,20 @@ def _advice(plan: Plan) -> RenderableType:
     rows = [
         (
             row.role, row.what, "on" if row.on else "off", row.why, format_bytes(max(0, row.saved)),
-            row.phase if row.saved > 0 else "no phase", f"{row.seconds:.2f}",
+            row.phase if row.saved > 0 else "no phase", _longer(row.seconds, plan, ".2f"),
         )
         for row in plan.advice
     ]  # fmt: skip
-    return table("Offload", ("role", "what", "advice", "why", "saves a GPU", "in", "seconds a step"), rows)
+    # For what is a remedy too, two figures may differ, and are of two questions.
+    title = "Offload: this plan with it beside this plan without it, in the phase that it relieves most"
+    title += "; a remedy is counted after those above it, and in the phase that was most over" if plan.remedies else ""
+    return table(title, ("role", "what", "advice", "why", "saves a GPU", "in", "seconds a step"), rows)
+
+
+def _longer(seconds: float, plan: Plan, form: str) -> str:
+    """How much longer a step takes, of what is more than nothing to the search: other room on the GPUs gives other cuts of the
+    roles, with a copy between GPUs more or fewer."""
+    return "about 0" if abs(seconds) <= FREE * plan.step_seconds else format(seconds, form)
 
 
 def _equal_gpus(plan: Plan) -> list[list[int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from verl_shard.common.errors import ConfigError, Finding
+from verl_shard.common.errors import ConfigError, Finding, config_error
 from verl_shard.config.resource_local import for_local
 from verl_shard.config.resource_rules import ENGINES, role_faults
 from verl_shard.config.roles import ROLES, TRAINED, Backend, ResourceConfig, Role, RoleConfig
@@ -70,6 +72,8 @@ def read_roles(roles: ResourceConfig | Mapping[str, Any], backend: Backend | Non
         if backend == "device_map" != roles.backend:
             return for_local(roles)
         return roles if backend is None else replace(roles, backend=backend)
+    if not isinstance(roles, Mapping):
+        raise _not_roles(roles)
     nested: dict[str, Any] = {}
     for name, given in roles.items():
         named = name in ROLES
@@ -77,6 +81,20 @@ def read_roles(roles: ResourceConfig | Mapping[str, Any], backend: Backend | Non
     if backend is not None:
         nested["backend"] = backend
     return read(ResourceConfig, nested, "roles")
+
+
+def _not_roles(given: object) -> ConfigError:
+    """For what is no mapping: most often the one model that somebody has."""
+    fix = 'Write {"actor": MODEL}, MODEL a folder, a hub id, a PretrainedConfig or a module, or give a ResourceConfig'
+    if not isinstance(given, str | os.PathLike):
+        why = "not a mapping of roles to their models"
+        return config_error("not-roles", "roles", type(given).__name__, why, fix)
+    name = os.fspath(given)
+    if str(name).endswith((".yaml", ".yml")):
+        why = "the name of a file, which is read first"
+        return config_error("not-roles", "roles", repr(name), why, f"Write load_resource_config({name!r})")
+    why = "a model alone, and a plan asks for the role that it has"
+    return config_error("not-roles", "roles", repr(name), why, f'Write {{"actor": {json.dumps(name)}}}')
 
 
 def fill(config: ResourceConfig, workload: Workload) -> Settings:

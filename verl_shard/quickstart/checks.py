@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 def check_model(path: str | Path) -> None:
     """Raises ConfigError, with all faults, unless `path` is a folder of a model that transformers loads, or may be a hub id.
 
-    What is no folder but looks like an id, "name" or "organisation/name", is left to transformers.
+    What is no folder but looks like an id, "name" or "organisation/name", is left to `check_loads`.
     """
     folder = Path(path).expanduser()
     if str(path) and folder.is_dir():
@@ -40,6 +41,32 @@ def check_model(path: str | Path) -> None:
         faults = [_fault("no-model-folder", "--model", path, "there is no such folder, and it is no hub id", fix)]
     if faults:
         raise ConfigError(faults)
+
+
+def check_loads(path: str | Path) -> None:
+    """Raises ConfigError unless the configuration and the tokenizer that are behind a folder or hub id can be read, and are a
+    causal language model's. Of a hub id this fetches both, and no weights."""
+    from transformers import AutoTokenizer
+
+    from verl_shard.training.models import check_model as check_role
+
+    where = "--model"
+    name = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
+    try:
+        check_role("actor", name)
+    except ConfigError as error:
+        raise ConfigError(replace(finding, where=where) for finding in error.findings) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # its Rust half raises that very class for a damaged file
+        why = f"its tokenizer cannot be read ({' '.join(str(error).split())[:200].rstrip('. ')})"
+        raise ConfigError(
+            _fault("no-tokenizer", where, path, why, "Save the tokenizer there with save_pretrained")
+        ) from error
+    if tokenizer.chat_template is None:
+        why = "its tokenizer has no chat template, and prompts are lists of messages"
+        fix = "Set tokenizer.chat_template and save the tokenizer there, or take the model's chat version"
+        raise ConfigError(_fault("no-chat-template", where, path, why, fix))
 
 
 def check_data(files: Sequence[Path]) -> None:

@@ -114,6 +114,11 @@ class QuickstartOptions:
                 Finding("error", "unknown-algorithm", "--algorithm", self.algorithm, "no such algorithm",
                         f"Use one of {', '.join(ALGORITHMS)}")
             )  # fmt: skip
+        if self.attn_implementation not in (choices := _attentions()):
+            faults.append(
+                Finding("error", "unknown-attention", "--attn-implementation", self.attn_implementation, "no such attention",
+                        f"Use one of {', '.join(choices)}")
+            )  # fmt: skip
         if self.data and self.task:
             faults.append(
                 Finding("error", "data-and-task", "--task", ", ".join(self.task), "--data takes the place of tasks",
@@ -156,6 +161,14 @@ class QuickstartOptions:
 def flag(name: str) -> str:
     """The command-line flag of an option."""
     return "--" + name.replace("_", "-")
+
+
+def _attentions() -> list[str]:
+    """Those that a pass is planned with, but for the one of packed rows: the engine takes that by itself."""
+    from verl_shard.memory.passes import ATTENTIONS  # imports torch, which the command's help does without
+    from verl_shard.models.packed import PACKED
+
+    return [name for name in ATTENTIONS if name != PACKED]
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +20,13 @@ from verl_shard.mapping.devices import DeviceId
 from verl_shard.quickstart import checks
 from verl_shard.quickstart.check_names import check_reward, check_tasks
 from verl_shard.quickstart.check_reward_model import check_reward_model, choose_dtype
-from verl_shard.quickstart.lengths import OWN_RESPONSE, choose_lengths
+from verl_shard.quickstart.lengths import OWN_RESPONSE, Lengths, choose_lengths
 from verl_shard.quickstart.model_reward import FUNCTION, add_messages
 from verl_shard.quickstart.options import DEMO, QuickstartOptions
 from verl_shard.quickstart.warmup import MAX_RESPONSE_LENGTH
+from verl_shard.training.check_overrides import check_overrides
 from verl_shard.training.data_of_tasks import write_data
-from verl_shard.verl_plugin.overrides import RunSettings
+from verl_shard.verl_plugin.overrides import RunSettings, to_overrides
 
 N_TRAIN, N_VAL = 8192, 256
 
@@ -73,7 +74,7 @@ def check_inputs(options: QuickstartOptions) -> None:
         faults.append(Finding("error", "no-model", "--data", str(options.data[0]), why, "Give --model with --data"))
     calls: list[Callable[[], None]] = [lambda: check_tasks(options.task)]
     if options.model is not None:
-        calls.append(partial(checks.check_model, options.model))
+        calls.append(partial(_check_model, options.model))
     if options.data:
         calls.append(partial(checks.check_data, [*options.data, *options.val_data]))
     if options.reward is not None:
@@ -87,6 +88,21 @@ def check_inputs(options: QuickstartOptions) -> None:
             faults += error.findings
     if faults:
         raise ConfigError(faults)
+
+
+def _check_model(model: str) -> None:
+    checks.check_model(model)
+    checks.check_loads(model)
+
+
+def check_settings(options: QuickstartOptions, extra: Sequence[str], device: Device) -> None:
+    """Raises ConfigError for batch sizes that do not go together, and for overrides that verl would refuse. Makes nothing."""
+    folder = Path("run")
+    files = DataFiles(folder / "train.parquet", folder / "val.parquet")
+    # Prompts are measured later; nothing is found to be too short for the shortest.
+    lengths = Lengths(options.max_prompt_length or 1, options.max_response_length or 1)
+    own = to_overrides(_settings(options, folder, files, options.model or folder / "model", device, lengths))
+    check_overrides(extra, own)
 
 
 def make_inputs(options: QuickstartOptions, run: RunFolder) -> tuple[DataFiles, Path | str]:
@@ -228,35 +244,44 @@ def settings_for(
     options: QuickstartOptions, run: RunFolder, files: DataFiles, model: Path | str, device: Device
 ) -> RunSettings:
     """verl's settings for a run from its beginning. Raises ConfigError when batch and lengths do not go with data and model."""
-    defaults = (
-        DEFAULTS
-        | (GRPO if options.algorithm == "grpo" else {})
-        | (REWARD_MODEL if options.reward_model is not None else {})
-        | (OWN_MODEL if options.model is not None else {})
-    )
-
-    def chosen(name: str) -> Any:
-        given = getattr(options, name)
-        return defaults[name] if given is None else given
-
-    batch, n = chosen("batch_size"), chosen("n")
     lengths = choose_lengths(
         files,
         model,
         max_prompt_length=options.max_prompt_length,
         max_response_length=options.max_response_length,
         default_response=MAX_RESPONSE_LENGTH if options.model is None else OWN_RESPONSE,
-        batch_size=batch,
+        batch_size=_chosen(options, "batch_size"),
     )
-    micro = options.micro_batch_size or math.gcd(defaults["micro_batch_size"], batch * n)
+    return _settings(options, run.path, files, model, device, lengths)
+
+
+def _chosen(options: QuickstartOptions, name: str) -> Any:
+    """The value of an option, or its default, which depends on the others."""
+    if (given := getattr(options, name)) is not None:
+        return given
+    defaults = (
+        DEFAULTS
+        | (GRPO if options.algorithm == "grpo" else {})
+        | (REWARD_MODEL if options.reward_model is not None else {})
+        | (OWN_MODEL if options.model is not None else {})
+    )
+    return defaults[name]
+
+
+def _settings(
+    options: QuickstartOptions, folder: Path, files: DataFiles, model: Path | str, device: Device, lengths: Lengths
+) -> RunSettings:
+    chosen = partial(_chosen, options)
+    batch, n = chosen("batch_size"), chosen("n")
+    micro = options.micro_batch_size or math.gcd(chosen("micro_batch_size"), batch * n)
     return RunSettings(
         algorithm=options.algorithm,
         model=model,
         train_files=(files.train.resolve(),),
         val_files=(files.val.resolve(),),
         reward=_function(options) if options.reward_model is None else FUNCTION,
-        plan=(run.path / "plan.yaml").resolve(),
-        checkpoints=(run.path / "checkpoints").resolve(),
+        plan=(folder / "plan.yaml").resolve(),
+        checkpoints=(folder / "checkpoints").resolve(),
         steps=options.steps,
         seed=options.seed,
         train_batch_size=batch,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_shard.common.errors import ConfigError, config_error
+from verl_shard.common.errors import ConfigError, Faults, Finding, config_error
 from verl_shard.common.notices import record_event
 from verl_shard.common.tables import err, out
 from verl_shard.common.units import format_seconds
@@ -33,25 +33,23 @@ NAME = "quickstart"
 
 
 def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
-    """Runs it. given: the options that were set; extra: more overrides for verl. Returns the run folder."""
+    """Runs it. given: the options that were set; extra: more overrides for verl. Returns the run folder.
+
+    Raises ConfigError with all that is wrong with them before anything is made.
+    """
     began = time.monotonic()
     # Read when torch is imported. Threads that spin while they wait take the core from the one they wait for, so the
     # warm-up's do not, beside the fork server; verl's processes compute in turn and are a third quicker with spinning.
     own_policy = "OMP_WAIT_POLICY" in os.environ
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    run, options = open_run(given)
-    device = prepare.choose_device(options.gpus)
+    run, options, device = check_given(given, extra)
     # The processes of a run compute in turn, so each may have all cores.
     env = environment(cpu=device.cpu, threads=usable_cores())
     if not own_policy:
         del env["OMP_WAIT_POLICY"]
     new = run is None
     if run is None:
-        prepare.check_inputs(options)
         run = RunFolder.start(options.out or next_folder(), options.identity(), options.settings())
-    elif run.info.get("scoring"):
-        # It may have been moved since.
-        check_reward_model(run.info["scoring"]["folder"])
     with ExitStack() as stack:
         # It imports verl while data, model and warm-up are made.
         server = stack.enter_context(fork_server(env)) if device.cpu and can_fork() else None
@@ -72,6 +70,49 @@ def quickstart(given: Mapping[str, Any], extra: Sequence[str] = ()) -> Path:
         train(run, settings, env, server, extra)
     finish(run, options, time.monotonic() - began)
     return run.path
+
+
+def check_given(
+    given: Mapping[str, Any], extra: Sequence[str], astray: Sequence[str] = ()
+) -> tuple[RunFolder | None, QuickstartOptions, prepare.Device]:
+    """The run to go on with, if any, its options and where it is. astray: what was typed and is neither option nor override.
+
+    Makes nothing. Raises ConfigError with all faults; anything astray is one.
+    """
+    faults = Faults()
+    run: RunFolder | None = None
+    options: QuickstartOptions | None = None
+    # Without a GPU that was asked for, the overrides are looked at all the same.
+    device = prepare.Device(())
+    with faults.gathering():
+        run, options = open_run(given)
+    with faults.gathering():
+        _refuse_astray(astray)
+    if options is not None:
+        with faults.gathering():
+            device = prepare.choose_device(options.gpus)
+        with faults.gathering():
+            if run is None:
+                prepare.check_inputs(options)
+            elif run.info.get("scoring"):
+                # It may have been moved since.
+                check_reward_model(run.info["scoring"]["folder"])
+    with faults.gathering():
+        prepare.check_settings(options or QuickstartOptions(), extra, device)
+    faults.check()
+    assert options is not None, "a fault was raised otherwise"
+    return run, options, device
+
+
+def _refuse_astray(words: Sequence[str]) -> None:
+    why = 'it is no option, and only what follows "--" goes to verl'
+    if words:
+        raise ConfigError(
+            Finding(
+                "error", "not-an-option", "arguments", word, why, f"Write -- {word if '=' in word else 'KEY=VALUE'}"
+            )
+            for word in words
+        )
 
 
 def make_ready(run: RunFolder, options: QuickstartOptions, device: prepare.Device) -> tuple[DataFiles, RunSettings]:

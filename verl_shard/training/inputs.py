@@ -83,12 +83,19 @@ def read_inputs(
     reward_models = [item for item in _items(reward) if not is_function(item)] if reward is not None else []
     sound: list[Any] = []
     """Models that their roles can have."""
+    unread: set[str] = set()
+    """Names behind which there is no model: roles with one name have that fault in common, and a hub is asked for long."""
     for role, model in models.items():
         for given in [item for item in reward_models if _is_model(item)] if role == "reward" else [model]:
+            if isinstance(given, str | Path) and str(given) in unread:
+                continue
+            n_before = len(faults.findings)
             with faults.gathering():
                 if (given is not None or role == "actor") and not (role == "reward" and _scores_steps(given)):
                     check_model(role, given)
                 sound.append(given)
+            if any(finding.where == "model" for finding in faults.findings[n_before:]):
+                unread.add(str(given))
     if read is not None:
         with faults.gathering():
             _check_roles(models, read)

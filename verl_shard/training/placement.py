@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -160,10 +160,24 @@ def _on_cpu(values: Mapping[str, Mapping[str, Any]], faults: Faults) -> bool:
         role = on_gpu[0]
         why = "torch sees no GPU on this machine"
         fix = 'Run where they are; to try the run here, write "cpu", or leave the devices out'
-        shown = ", ".join(device_label(d) for d in named[role])
+        shown = _shown(named[role])
         faults.findings.append(_fault("no-gpu", f"model_config[{role!r}]", shown, why, fix))
     asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     return not on_gpu and (bool(trained_on_cpu) or asked or not there)
+
+
+def _shown(devices: Iterable[DeviceId]) -> str:
+    """Each device once, and GPUs in a row as one: a map names one for every module."""
+    labels: list[str] = []
+    first = last = -2
+    for device in dict.fromkeys(devices):
+        if isinstance(device, int) and device == last + 1:
+            last = device
+            labels[-1] = f"GPU {first}-{last}"
+            continue
+        first = last = device if isinstance(device, int) else -2
+        labels.append(device_label(device))
+    return ", ".join(labels)
 
 
 def _named(section: Mapping[str, Any]) -> list[Any]:
@@ -285,10 +299,7 @@ def _conflicts(values: Mapping[str, Mapping[str, Any]], *, lora: bool) -> list[F
     for role, why in why_of.items():
         mine = [parse_device(d) for d in _named(values.get(role, {}))]
         if mine and mine != actor:
-            shown, theirs = (
-                ", ".join(map(device_label, mine)),
-                ", ".join(map(device_label, actor)) or "no device by name",
-            )
+            shown, theirs = _shown(mine), _shown(actor) or "no device by name"
             fix = "Leave out its devices"
             found.append(_fault("device-conflict", f"model_config[{role!r}]", shown, f"{why}, which has {theirs}", fix))
         if (offload := values.get(role, {}).get("offload", "none")) != "none":

@@ -21,6 +21,7 @@ from verl_shard.training import moving, placement
 from verl_shard.training.callbacks import is_validation, progress_line
 from verl_shard.training.folder import open_folder
 from verl_shard.training.inputs import loading, read_inputs
+from verl_shard.training.keywords import refuse_unknown
 from verl_shard.training.owners import Leases
 from verl_shard.training.saved import save_inputs, with_saved_models
 from verl_shard.verl_plugin.local.group import Processes, join, launched, use_platform
@@ -57,6 +58,7 @@ class PPOTrainer:
     Raises ConfigError for everything that cannot be meant, before anything is loaded.
     """
 
+    @refuse_unknown
     def __init__(
         self,
         actor_model: Any,

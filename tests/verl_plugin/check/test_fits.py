@@ -42,7 +42,7 @@ def test_a_small_model_fits_and_the_fullest_phase_is_said(model: str) -> None:
     # Half of the card, and what the engine and NCCL have outside of torch; the model's weights are 0.2 MB.
     wanted = (4 * GIB + terms.BESIDE_TORCH.n_bytes + 2 * cublas_workspace().n_bytes) / GIB
     assert report.verdict == f"It fits: generate takes {wanted:.2f} GiB of 8.00 GiB on each GPU (estimated)."
-    assert report.left_out == ()
+    assert [text[:37] for text in report.left_out] == ["whether those machines have flash-att"]
 
 
 def test_what_does_not_fit_is_a_fault_at_the_key_that_decides(model: str) -> None:
@@ -65,7 +65,7 @@ def test_an_engine_that_cannot_start_is_said_in_verls_keys(model: str) -> None:
 
 def test_host_memory(model: str) -> None:
     offload = [f"{A}.fsdp_config.{name}_offload=True" for name in ("param", "optimizer")]
-    assert look(model, *offload, host=2**30).findings[-1].level != "error"
+    assert look(model, *offload, host=2**30).findings == ()
     finding = about(look(model, *offload, host=1000), f"{A}.fsdp_config.param_offload")
     assert (finding.code, finding.level) == ("host-memory", "error")
     assert "has 1000 B" in finding.why

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from override_sets import GOOD
 
 from verl_shard.config.cards import find_card
 from verl_shard.config.inventory import Inventory
@@ -32,6 +34,8 @@ CASES: list[tuple[list[str], dict[str, Any], list[tuple[str, str, str]]]] = [
         (E, f"{REF}.log_prob_micro_batch_size_per_gpu", f"{REF}.log_prob_micro_batch_size_per_gpu=4")]),
     ([f"{REF}.log_prob_micro_batch_size_per_gpu=7", f"{A}.use_kl_loss=False"], {}, []),
     ([f"{RO}.n=0"], {}, [(E, f"{RO}.n", f"{RO}.n=1")]),
+    ([f"{RO}.n=1"], {}, [
+        (W, f"{RO}.n", f"{RO}.n=4. Use 2 or more, such as 4 or 8, or an algorithm without groups, such as reinforce_plus_plus")]),
     (["data.train_batch_size=many"], {}, [(E, "data.train_batch_size", "data.train_batch_size=8")]),
     ([f"{RO}.max_model_len=600"], {}, [(E, f"{RO}.max_model_len", f"{RO}.max_model_len=1024")]),
     ([f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=600"], {"drop": [f"{A}.ppo_micro_batch_size_per_gpu"]}, [
@@ -158,6 +162,38 @@ def test_cards_that_have_no_flash_attention_and_no_bfloat16(looked: Callable[...
     critic = [where for _, where, _ in looked(of=CRITIC, inventory=old)]
     assert "critic.enable" in critic
     assert looked(inventory=Inventory.declared(4, memory="32GiB")) == [], "a card of which only the memory is known"
+
+
+def test_what_is_installed_here_says_nothing_of_machines_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn may be there or not: where GPUs are named it is neither a finding nor left out in silence."""
+    original, key = importlib.util.find_spec, f"{M}.override_config.attn_implementation"
+
+    def found(here: bool, *changes: str, **where: Any) -> tuple[list[str], list[str]]:
+        def find_spec(name: str, *more: Any) -> Any:
+            return (object() if here else None) if name == "flash_attn" else original(name, *more)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        report = check([*GOOD["GRPO plain"], *changes], plan=False, ask_verl=False, **where)
+        return [f.why for f in report.findings], list(report.left_out)
+
+    named: list[dict[str, Any]] = [
+        {"machines": Machines((4,))}, {"inventory": Inventory.declared(4, memory="80GiB")},
+        {"inventory": Inventory.declared(4, card=find_card("a100-80g"))},
+    ]  # fmt: skip
+    said = (
+        "whether those machines have flash-attn, without which flash_attention_2 stops the worker with an ImportError "
+        f"(+{key}=sdpa does without)"
+    )
+    for where in named:
+        assert found(True, **where) == found(False, **where) == ([], [said])
+        assert found(False, f"+{key}=sdpa", **where) == ([], [])
+    assert found(True) == ([], [])
+    (here,), left_out = found(False)
+    assert "flash-attn is not installed here" in here
+    assert left_out == []
+    (refused, *_), left_out = found(False, inventory=Inventory.declared(4, card=find_card("v100-32g")))
+    assert "flash-attn needs 8.0" in refused
+    assert left_out == []
 
 
 def test_the_device_map_engine_has_faults_of_its_own(looked: Callable[..., Any]) -> None:

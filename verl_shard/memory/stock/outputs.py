@@ -7,6 +7,9 @@ saved for the backward and what is held while an operation runs are those of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -139,18 +142,24 @@ class Unpadded(torch.autograd.Function):
 class FusedHead(torch.autograd.Function):
     """FusedLinearForPPO: head, log-probability and entropy in chunks of 512 tokens. One chunk stands for all.
 
+    Its backward is outside of autocast, where weights in fp32 make its products of 32 bits, as verl's does.
     hidden: (1, T, size); weight: (V, size). Returns log-probabilities in fp32 and entropy in hidden's dtype, (T,) each.
+    repeated: makes a context for what is done to one chunk, from the number of chunks that there are.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, repeated: Repeated = lambda _: nullcontext()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         flat = hidden.flatten(0, -2)
         out = torch.empty(flat.shape[0]), flat.new_empty(flat.shape[0])
-        logits = (flat[:FUSED_CHUNK] @ weight.t()) / 1.0
-        logits = logits.to(torch.float32)
-        probabilities = logits.softmax(-1)
-        entropy = _LogSumExp.apply(logits) - torch.sum(probabilities * logits, -1)  # type: ignore[no-untyped-call]
-        log_probs = logits.log_softmax(-1)
+        ctx.repeated = repeated
+        with repeated(_chunks(flat)):
+            logits = (flat[:FUSED_CHUNK] @ weight.t()) / 1.0
+            logits = logits.to(torch.float32)
+            probabilities = logits.softmax(-1)
+            entropy = _LogSumExp.apply(logits) - torch.sum(probabilities * logits, -1)  # type: ignore[no-untyped-call]
+            log_probs = logits.log_softmax(-1)
         ctx.save_for_backward(hidden, weight)
         del logits, probabilities, entropy, log_probs
         return out
@@ -161,12 +170,24 @@ class FusedHead(torch.autograd.Function):
         flat = hidden.flatten(0, -2)
         d_hidden = torch.zeros_like(flat) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        logits = (flat[:FUSED_CHUNK] @ weight.t()) / 1.0
-        logits = logits.to(torch.float32)
-        probabilities = logits.softmax(-1)
-        one_hot = torch.zeros_like(logits)
-        d_logits = 0 + logits.new_empty(logits.shape[0]).unsqueeze(-1) * (one_hot - probabilities)
-        d_logits = d_logits.to(hidden.dtype) / 1.0
-        d_chunk, more = d_logits @ weight, d_logits.t() @ flat[:FUSED_CHUNK]
+        with ctx.repeated(_chunks(flat)):
+            logits = (flat[:FUSED_CHUNK] @ weight.t()) / 1.0
+            logits = logits.to(torch.float32)
+            probabilities = logits.softmax(-1)
+            one_hot = torch.zeros_like(logits)
+            d_logits = 0 + logits.new_empty(logits.shape[0]).unsqueeze(-1) * (one_hot - probabilities)
+            d_logits = d_logits.to(hidden.dtype) / 1.0
+            d_chunk, more = d_logits @ weight, d_logits.t() @ flat[:FUSED_CHUNK]
+            if d_hidden is not None:
+                d_hidden[:FUSED_CHUNK] += d_chunk
+            if d_weight is not None:
+                d_weight += more
         del logits, probabilities, one_hot, d_logits, d_chunk, more
-        return (None if d_hidden is None else d_hidden.view(hidden.shape)), d_weight
+        return (None if d_hidden is None else d_hidden.view(hidden.shape)), d_weight, None
+
+
+Repeated = Callable[[Fraction], AbstractContextManager[None]]
+
+
+def _chunks(flat: torch.Tensor) -> Fraction:
+    return Fraction(len(flat), min(len(flat), FUSED_CHUNK))

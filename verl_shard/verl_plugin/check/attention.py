@@ -15,12 +15,13 @@ AMPERE = (8, 0)
 """The first cards that flash-attn 2 and bfloat16 run on."""
 
 
-def find(made: Composed, card: Card | None) -> Iterator[Finding]:
-    """card: what it is made for; None is not known, and of its name only the memory may be."""
+def find(made: Composed, card: Card | None, *, elsewhere: bool = False) -> Iterator[Finding]:
+    """card: what it is made for; None is not known, and of its name only the memory may be. elsewhere: machines were named,
+    and what is installed on this one says nothing of them."""
     if made.sharded:
-        yield from _flash(made, card)
+        yield from _flash(made, card, elsewhere)
         yield from _critic(made)
-    if card is not None and _named(card) and card.capability < AMPERE:
+    if card is not None and _too_old(card):
         for key in ("actor_rollout_ref.rollout.dtype", "reward.reward_model.rollout.dtype"):
             if made.text(key) in ("bfloat16", "bf16") and (
                 not key.startswith("reward") or made.on("reward.reward_model.enable")
@@ -35,14 +36,30 @@ def _named(card: Card) -> bool:
     return "only the memory" not in card.source
 
 
-def _flash(made: Composed, card: Card | None) -> Iterator[Finding]:
+def not_looked_at(made: Composed, card: Card | None, *, elsewhere: bool) -> str:
+    """In words, what only the machines that were named know; empty where there is no such thing."""
+    if not (made.sharded and elsewhere and _uses_flash(made)) or (card is not None and _too_old(card)):
+        return ""
+    return (
+        "whether those machines have flash-attn, without which flash_attention_2 stops the worker with an ImportError "
+        f"(+{MODEL}.{_KEY}=sdpa does without)"
+    )
+
+
+def _uses_flash(made: Composed) -> bool:
+    return (made.text(f"{MODEL}.{_KEY}") or "flash_attention_2") == "flash_attention_2"
+
+
+def _too_old(card: Card) -> bool:
+    return _named(card) and card.capability < AMPERE
+
+
+def _flash(made: Composed, card: Card | None, elsewhere: bool) -> Iterator[Finding]:
     key = f"{MODEL}.{_KEY}"
-    attention = made.text(key) or "flash_attention_2"
-    if attention != "flash_attention_2":
+    if not _uses_flash(made):
         return
     default = "" if key in made.given else "flash_attention_2 is verl's default, and "
-    too_old = card is not None and _named(card) and card.capability < AMPERE
-    if card is not None and too_old:
+    if card is not None and _too_old(card):
         major, minor = card.capability
         why = f"{default}{card.name} has compute capability {major}.{minor}, and flash-attn needs 8.0"
         yield made.fault(key, why, f"+{key}=sdpa", code="attention")
@@ -50,7 +67,7 @@ def _flash(made: Composed, card: Card | None) -> Iterator[Finding]:
             why = f"verl loads a critic with flash_attention_2 whatever is set, and {card.name} cannot run it"
             fix = "algorithm.adv_estimator=grpo, or model_engine=device_map of verl_shard"
             yield made.fault("critic.enable", why, fix, code="attention")
-    elif importlib.util.find_spec("flash_attn") is None:
+    elif not elsewhere and importlib.util.find_spec("flash_attn") is None:
         why = f"{default}flash-attn is not installed here; where it is missing the worker stops with an ImportError"
         yield made.fault(key, why, f"pip install flash-attn, or +{key}=sdpa", "warning", "attention")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_shard.common.errors import Finding
+from verl_shard.config.workload import group_of_one
 from verl_shard.verl_plugin.check.tree import MISSING, Composed
 
 A, RO, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -33,6 +34,7 @@ def find(made: Composed) -> Iterator[Finding]:
     yield from _lengths(made)
     yield from _given_at_all(made)
     yield from _dynamic(made)
+    yield from _groups(made)
     sizes = sizes_of(made)
     if sizes is None:
         return
@@ -59,6 +61,13 @@ def _negative(made: Composed) -> Iterator[Finding]:
             yield made.fault(key, "a number of 1 or more is needed", f"{key}=1", code="batch-arithmetic")
         elif number is None and made.value(key) is not MISSING and key in made.given:
             yield made.fault(key, "it is no whole number", f"{key}=8", code="wrong-value")
+
+
+def _groups(made: Composed) -> Iterator[Finding]:
+    said = group_of_one(made.text("algorithm.adv_estimator"), made.number(f"{RO}.n") or 0)
+    if said is not None:
+        why, fix = said
+        yield made.fault(f"{RO}.n", why, f"{RO}.n=4. {fix}", "warning", "group-of-one")
 
 
 def _whole(made: Composed, s: Sizes) -> Iterator[Finding]:

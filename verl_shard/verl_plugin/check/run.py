@@ -66,12 +66,13 @@ def check(
     made = compose(given)
     machines = machines or Machines()
     card = inventory.gpus[0].card if inventory is not None else None
+    elsewhere = inventory is not None or bool(machines.gpus)
     local = any("verl_shard" in line for _, line in given.text)
     found = [*given.findings, *made.findings]
     found += articles.of_environment(given.environment)
     found += articles.of_text(given.text, local=local)
     found += keys.find(made)
-    found += list(_rules(made, machines, card)) if given.settings else []
+    found += list(_rules(made, machines, card, elsewhere)) if given.settings else []
     faulty = any(finding.level == "error" for finding in found)
     verdict, left_out = "", list(given.left_out)
     if faulty or not given.settings:
@@ -89,6 +90,8 @@ def check(
             from verl_shard.verl_plugin.check import by_verl
 
             found += by_verl.find(made)
+    if given.settings and (unknown := attention.not_looked_at(made, card, elsewhere=elsewhere)):
+        left_out.append(unknown)
     unique = dict.fromkeys(found)
     ordered = sorted(unique, key=lambda finding: _ORDER[finding.level])
     return Report(tuple(ordered), verdict, tuple(dict.fromkeys(left_out)), len(given.settings))
@@ -129,13 +132,13 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _rules(made: Composed, machines: Machines, card: Any) -> Iterator[Finding]:
+def _rules(made: Composed, machines: Machines, card: Any, elsewhere: bool) -> Iterator[Finding]:
     yield from batches.find(made)
     yield from world.find(made, machines)
     yield from ignored.find(made)
     yield from rewards.find(made)
     yield from models.find(made)
-    yield from attention.find(made, card)
+    yield from attention.find(made, card, elsewhere=elsewhere)
     if made.strategy == "device_map":
         from verl_shard.verl_plugin.trainer_config import find_faults
 
