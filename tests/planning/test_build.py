@@ -120,6 +120,22 @@ def test_the_parts_of_a_phase_are_its_peak(roomy: Plan) -> None:
         assert all(size > 0 for size in row.parts.values())
 
 
+def test_of_a_streamed_reference_embedding_and_head_stay_on_the_gpu_and_blocks_are_on_the_host() -> None:
+    """By the shapes of a Qwen2, 2 bytes an element; the allocator gives out multiples of 512."""
+    hidden, vocab, wide = 64, 512, 160
+    matrices = 2 * (2 * hidden * hidden + 2 * hidden * (hidden // 2) + 3 * hidden * wide)
+    norms, biases = 2 * 2 * hidden, 2 * (hidden + 2 * hidden // 2)
+    around = 2 * 2 * vocab * hidden + 512 + 2 * 512  # embedding and head; the last norm; the tables of rotary positions
+    model = small_qwen2(tie_word_embeddings=False)
+    work = {"algorithm": "grpo", "kl": "loss"}
+    resident, streamed = (plan(actor=model, ref={"offload": offload}, workload=work) for offload in ("none", "stream"))
+    for row, same in zip(streamed.phases, resident.phases, strict=True):
+        if row.phase != "ref_log_prob":
+            assert row.parts["other roles"] == around
+            assert same.peaks[0] - row.peaks[0] == 4 * (matrices + 2 * 512 + 3 * 512)
+    assert streamed.host_parts == {"ref weights": 4 * (matrices + norms + biases)}
+
+
 def test_states_stay_while_an_actor_scores() -> None:
     alone = plan(workload={"algorithm": "grpo", "kl": "none"})
     (row,) = [row for row in alone.phases if row.phase == "old_log_prob"]

@@ -16,8 +16,11 @@ import torch
 
 from verl_shard.bench.ladder_update import UnderAutocast
 from verl_shard.bench.quick_weights import quick_weights
+from verl_shard.common.choices import Task
 from verl_shard.config.roles import TRAINED
 from verl_shard.memory.losses import value_loss, verl_ppo_loss
+from verl_shard.models.read import spec_of_module
+from verl_shard.planning.layout import buffers_of
 from verl_shard.planning.models import PHASES, PHASES_OF
 from verl_shard.planning.placement_rules import STAGES
 
@@ -250,7 +253,9 @@ def made_model(config: Any, role: str, place: Place, *, mixed: bool) -> Any:
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if streamed:
-        return offload_model(model, first, offload="stream")
+        task: Task = "reward" if role == "reward" else "causal-lm"
+        ahead = buffers_of(spec_of_module(model, name=role, task=task))
+        return offload_model(model, first, offload="stream", ahead=ahead, prefetch=True)  # as load_sharded does
     if several:
         model = dispatch_model(model, place.device_map)
     if device.type == "cuda":

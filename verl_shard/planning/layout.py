@@ -140,7 +140,7 @@ class Layouts:
             held = _allocated(spec)
             if own.offload == "stream":  # its blocks pass through one GPU, the one with most room
                 devices = (max(devices, key=lambda gpu: (room[gpu], -gpu)),)
-                mine, held = (room[devices[0]],), 0 * held
+                mine, held = (room[devices[0]],), np.where(travels(spec), 0, held)
         runs = dict(zip(devices, cut_into(spec, cost, mine), strict=True))
         used = {gpu: run for gpu, run in runs.items() if run[0] < run[1]}
         resident = {gpu: int(held[i:j].sum()) for gpu, (i, j) in used.items()}
@@ -210,7 +210,7 @@ class Layouts:
                 gpu: traced.peak(*run, held.stage_of(gpu))
                 + workspace
                 + self.untouched(phase, traced, held, gpu)
-                - streamed(own, traced)
+                - streamed(own, traced, held.spec)
                 for gpu, run in held.runs.items()
             }
         return self._peaks[key]
@@ -237,7 +237,8 @@ class Layouts:
             spec, _ = self.models.adapted(own, wanted)
             stages = held.stages if wanted.phase == "train" else None
             made = of_blocks(spec, traced, wanted, phase, range(*held.runs[gpu]), stages)
-            self._reserved[key] = made.reserved + self.untouched(phase, traced, held, gpu) - streamed(own, traced)
+            self._reserved[key] = made.reserved + self.untouched(phase, traced, held, gpu)
+            self._reserved[key] -= streamed(own, traced, held.spec)
         return others + self._reserved[key]
 
 
@@ -257,15 +258,25 @@ def _workspaces(traced: Trace) -> int:
     return 2 * cublas_workspace().n_bytes + (CUBLAS_LT.n_bytes if biased else 0)
 
 
-def streamed(own: RoleConfig, traced: Trace) -> int:
-    """Bytes of weights that are not on the GPU when blocks are streamed through it: all but those of `stream_buffers`."""
+def travels(spec: ModelSpec) -> np.ndarray:
+    """(blocks,), bool: which Blocks of a streamed model are on the host. Its embedding and its head stay on the GPU."""
+    return np.array([block.kind == "block" for block in spec.blocks])
+
+
+def streamed(own: RoleConfig, traced: Trace, spec: ModelSpec) -> int:
+    """Bytes of weights that are not on the GPU when blocks are streamed through it: all blocks but those of `stream_buffers`."""
     if own.offload != "stream":
         return 0
-    weights = traced.kinds[0, :, WEIGHTS]
-    blocks = weights[1:-1]
-    head = max(weights[0], weights[-1]) if own.task == "causal-lm" else 0
-    away = blocks.sum() - stream_buffers(len(blocks), int(blocks.max()), int(head)) * blocks.max()
-    return max(int(away), 0)
+    blocks = traced.kinds[0, travels(spec), WEIGHTS]
+    return max(int(blocks.sum() - buffers_of(spec) * blocks.max()), 0)
+
+
+def buffers_of(spec: ModelSpec) -> int:
+    """The `stream_buffers` of a model; 1 for one without blocks, which offload_model refuses."""
+    sizes = np.array([block.weight_bytes for block in spec.blocks])
+    blocks, around = sizes[travels(spec)], sizes[~travels(spec)]
+    head = int(around.max()) if spec.task == "causal-lm" and len(around) else 0
+    return stream_buffers(len(blocks), int(blocks.max()), head) if len(blocks) else 1
 
 
 def stream_buffers(n_blocks: int, block: int, head: int) -> int:

@@ -92,7 +92,7 @@ class OurEngine:
             traced = self.models.trace(own, pass_of(row.phase, own, self.workload))
             kinds = traced.kinds_at_peak(range(*held.runs[gpu]), held.stage_of(gpu))
             parts |= {name: size for name, size in zip(KINDS, kinds, strict=True) if size}
-            if away := streamed(own, traced):
+            if away := streamed(own, traced, held.spec):
                 parts["weights"] -= away
             if states := self.layouts.untouched(row.phase, traced, held, gpu):
                 parts["optimizer"] = states
@@ -137,14 +137,16 @@ class OurEngine:
         return f"{each}; {said}"
 
     def host_parts(self, settings: Settings) -> dict[str, int]:
-        """Weights of roles that are streamed, or on the CPU, in the memory of the one process's node."""
+        """Blocks of roles that are streamed and weights of those on the CPU, in the memory of the one process's node."""
         parts = {}
         for role, own in settings.roles.items():
             apart = role == "rollout" or (role == "ref" and settings.ref_in_actor)
             if not apart and (own.offload == "stream" or own.device_type == "cpu"):
                 wanted = pass_of({"ref": "ref_log_prob", "reward": "reward"}[role], own, self.workload)
                 copies = len(self.devices_of(settings, role)) if has_copies(own) else 1
-                parts[f"{role} weights"] = copies * self.models.read(own, wanted.weight_dtype)[0].weight_bytes
+                blocks = self.models.read(own, wanted.weight_dtype)[0].blocks
+                here = [block for block in blocks if own.device_type == "cpu" or block.kind == "block"]
+                parts[f"{role} weights"] = copies * sum(block.weight_bytes for block in here)
         return parts
 
     def devices_of(self, settings: Settings, role: Role) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from verl_shard.config.workload import Workload
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import WEIGHTS
 from verl_shard.models.decoding import CAPTURED, GRAPH_STEPS, takes_ready_masks
+from verl_shard.planning.layout import travels
 from verl_shard.planning.models import Models, pass_of
 from verl_shard.planning.rates import Rates
 from verl_shard.planning.times import (
@@ -37,7 +38,7 @@ class StepTimes:
         """One phase of one step, all its micro-batches, mini-batches and epochs.
 
         own: of the role whose module runs. stages: the Blocks of each of its GPUs, none of a role that scores on the CPU.
-        streamed: its weights come over from the host for each micro-batch, while the one before is worked on: the longer of
+        streamed: its blocks come over from the host for each micro-batch, while the one before is worked on: the longer of
         the two counts.
         """
         wanted = pass_of(phase, own, self.workload)
@@ -70,7 +71,8 @@ class StepTimes:
             n_steps = epochs * ceil(w.sequences / w.mini_batch_sequences)
             made = made + optimizer_seconds(traced, self.rates, stages=stages) * n_steps
         if streamed:
-            copied = int(traced.kinds[0, :, WEIGHTS].sum())
+            blocks = travels(self.models.read(own, wanted.weight_dtype)[0])
+            copied = int(traced.kinds[0, blocks, WEIGHTS].sum())
             copy_s = n_micro * host_copy_seconds(copied, self.rates)
             made = replace(made, seconds=max(made.seconds, copy_s), copy_s=made.copy_s + copy_s)
         return made

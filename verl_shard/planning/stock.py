@@ -14,7 +14,7 @@ from verl_shard.config.roles import TRAINED, Role
 from verl_shard.config.workload import Workload
 from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.memory.stock.micro_batch import Traces
-from verl_shard.memory.stock.phases import PhaseRow, stock_phases
+from verl_shard.memory.stock.phases import PhaseRow, has_flash_attn, stock_phases
 from verl_shard.planning.engine_share import EngineShares
 from verl_shard.planning.models import Models
 from verl_shard.planning.plan import Check, PlannedPhase
@@ -198,4 +198,5 @@ class StockEngine:
         return self._rows[key]
 
     def _seconds(self, row: PhaseRow, settings: Settings) -> float:
-        return phase_seconds(row, settings, self.workload, self.inventory, self.models, self.rates)
+        flash = has_flash_attn(settings.roles)
+        return phase_seconds(row, settings, self.workload, self.inventory, self.models, self.rates, flash_attn=flash)

@@ -22,16 +22,31 @@ _BESIDE_WEIGHTS = 0.9
 _MOST_AT_ONCE = 256
 _MOVED_A_PARAMETER = 16
 """Bytes of an optimizer's step: weight, gradient and two states in fp32, once."""
+_LOG_PROBS = ("old_log_prob", "ref_log_prob", "update_actor")
+_ROW_OPERATIONS = {"fp32": (5, 3), "other": (5, 5)}
+"""Of the host for each token, in a forward and in a backward, where flash-attn is missing: verl then makes log-probabilities
+in a loop over tokens (verl.utils.torch_functional.logprobs_from_logits_v2). Of 16-bit logits a cast, log_softmax, unsqueeze,
+gather and squeeze; select, zeros, scatter_add, the backward of log_softmax and a cast. An H200's host took 91 and 140 us for
+these (docs/results/h200_offload_advice.json), 98 and 141 by its rates. Of fp32 logits logsumexp, by its share of the others'
+time on a CPU."""
 
 
 def phase_seconds(
-    row: PhaseRow, settings: Settings, workload: Workload, inventory: Inventory, models: Models, rates: Rates | None
+    row: PhaseRow,
+    settings: Settings,
+    workload: Workload,
+    inventory: Inventory,
+    models: Models,
+    rates: Rates | None,
+    *,
+    flash_attn: bool,
 ) -> float:
     """Seconds of one phase; nobody has measured them for several ranks, and they are for comparing settings.
 
     Scoring takes 2 P FLOPs a token and training 6 P (Kaplan et al. 2020, table 1), 8 P with gradient checkpointing, each
     rank a share of the tokens, and no less than its shard's gathers over the link. Generation reads the weights and the KV
-    cache for each token of a batch. Offloaded bytes cross the host link twice a phase.
+    cache for each token of a batch. Offloaded bytes cross the host link twice a phase. flash_attn: whether it is installed;
+    otherwise the host takes `_ROW_OPERATIONS` for each token's log-probability, while the GPU waits.
     """
     used = rates or Rates.of(inventory.gpus[0].card)
     n = len(inventory)
@@ -62,6 +77,10 @@ def phase_seconds(
     gathered = 2 * spec.n_params * n_micro * (3 if training else 1)
     over = used.host_bandwidth if role == "ref" or own.offload_policy else used.link_bandwidth
     seconds = max(seconds, gathered / over if n > 1 or over == used.host_bandwidth else 0.0)
+    if row.phase in _LOG_PROBS and own.logits != "fused" and not flash_attn:
+        forward, backward = _ROW_OPERATIONS["fp32" if own.precision == "fp32" else "other"]
+        a_row = forward * used.forward_s + training * backward * used.backward_s
+        seconds += a_row * tokens * (workload.ppo_epochs if training else 1)
     if training:
         steps = workload.ppo_epochs * ceil(workload.sequences / workload.mini_batch_sequences)
         seconds += steps * _MOVED_A_PARAMETER * spec.n_params / n / used.memory_bandwidth

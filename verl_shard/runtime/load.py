@@ -136,12 +136,13 @@ def load_sharded(
         if len(set(placed.values())) > 1:  # in the place of accelerate's hooks, under which one GPU works at a time
             dispatch_model(model, placed)
     else:
+        from verl_shard.planning.layout import buffers_of
         from verl_shard.runtime.offload import offload_model
 
         check_placement(model, {"": "cpu"})
         # Batches follow each other: the next one's first blocks are copied while this one's head computes.
         model = offload_model(
-            model.requires_grad_(False), placed, offload=offload, ahead=_ahead(spec), prefetch=True,
+            model.requires_grad_(False), placed, offload=offload, ahead=buffers_of(spec), prefetch=True,
             embeddings_on_host=embeddings_on_host, pin_limit=pin_limit,
         )  # fmt: skip
     model.hf_device_map = dict(placed)
@@ -150,15 +151,6 @@ def load_sharded(
         check_checkpointing(model)
     _log.info("%s as %s on %s, attention %s", name, dtype_name(weights_dtype), set(placed.values()), attention)
     return model
-
-
-def _ahead(spec: ModelSpec) -> int:
-    """Blocks of a streamed model that are on a GPU at a time, as plans have it."""
-    from verl_shard.planning.layout import stream_buffers
-
-    blocks = [block.weight_bytes for block in spec.blocks if block.kind == "block"]
-    around = [block.weight_bytes for block in spec.blocks if block.kind != "block"]
-    return stream_buffers(len(blocks), max(blocks), max(around) if spec.task == "causal-lm" else 0) if blocks else 1
 
 
 def _resolve_map(

@@ -102,7 +102,7 @@ def stock_phases(
     """
     _check(models, roles, backend, n_ranks)
     if flash_attn is None:
-        flash_attn = all(roles[r].attn_implementation in (None, "flash_attention_2") for r in _SHARDED if r in roles)
+        flash_attn = has_flash_attn(roles)
     settings = {
         "flash_attn": flash_attn, "temperature": temperature, "entropy_loss": entropy_loss, "compiled": compiled,
     }  # fmt: skip
@@ -116,6 +116,11 @@ def stock_phases(
     n_reward = models["reward"][0].n_params if "reward" in models else 0
     step = _Step(made, roles, workload, n_reward, n_ranks, min(ranks_per_node, n_ranks), card_memory, settings, kept)
     return step.rows()
+
+
+def has_flash_attn(roles: Mapping[Role, RoleConfig]) -> bool:
+    """Whether flash-attn is taken to be installed: every sharded role's attention is its own, or blank."""
+    return all(roles[r].attn_implementation in (None, "flash_attention_2") for r in _SHARDED if r in roles)
 
 
 def _check(
