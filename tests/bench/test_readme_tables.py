@@ -102,15 +102,17 @@ def test_the_three_tables_of_the_benches(tmp_path: Path) -> None:
     ]
     way = {
         "backend": "device_map", "way": "ref streamed", "phases": phases, "step_s": 2.0, "peak": 4 * gib, "host": gib,
-        "predicted_host": gib // 2, "failed": "",
+        "predicted_host": gib // 2, "failed": "", "predicted_step_s": 1.75,
     }  # fmt: skip
+    stock = way | {"backend": "fsdp2", "way": "no offload"}
     advice = {
         "room": 7 * gib, "backend": "device_map", "role": "ref", "what": "weights", "on": True, "measured_saved": gib,
         "saved": 2 * gib, "measured_seconds": None, "seconds": 0.25, "right": True,
     }  # fmt: skip
-    (tmp_path / "h200_offload_advice.json").write_text(json.dumps({"ways": [way], "advice": [advice]}))
+    (tmp_path / "h200_offload_advice.json").write_text(json.dumps({"ways": [way, stock], "advice": [advice]}))
     made = TABLES["offload-ways"](tmp_path).splitlines()[2]
     assert made == "| device_map: ref streamed | 1.50 | - | 2.00 | 4.00 | 5.00 | 1.00 | 0.50 |"
+    assert TABLES["offload-short"](tmp_path).splitlines()[2:] == ["| ref streamed | 2.00 | 1.75 | 4.00 | 5.00 |"]
     made = TABLES["offload-advice"](tmp_path).splitlines()[2]
     assert made == "| 7.00 | device_map, ref: weights | on | 1.00 | 2.00 | - | 0.25 | right |"
 

@@ -174,10 +174,14 @@ class Roles:
 
         model = self._models[role]
         model.eval()
-        with torch.no_grad(), self._autocast(role), several_calls(model, each=self.load.n_micro):
+        # As in the engine: casts of weights stay for all batches over several devices, and on one go before the loss.
+        around = self._autocast(role) if len(self.places[role].devices) > 1 else nullcontext()
+        with torch.no_grad(), around, several_calls(model, each=self.load.n_micro):
             for inputs in self._batches(input_device(model)):
-                passed = [model(**inputs, use_cache=False).logits]
-                of(passed, inputs["input_ids"].to(passed[0].device))
+                with self._autocast(role):
+                    passed = [model(**inputs, use_cache=False).logits]
+                with self._autocast(role):
+                    of(passed, inputs["input_ids"].to(passed[0].device))
 
     def _update(self, role: str, loss: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]) -> None:
         from verl_shard.runtime.dispatch import input_device

@@ -214,6 +214,21 @@ def offload_ways(results: Path) -> str:
     return markdown(columns, lines)
 
 
+def offload_short(results: Path) -> str:
+    """Whole steps of our engine with every way to offload, in fewer columns."""
+    lines = []
+    for way in _record(results, "h200_offload_advice")["ways"]:
+        if way["backend"] == "device_map":
+            guessed = max((row["predicted"] for row in way["phases"] if row["predicted"] is not None), default=None)
+            step_s, guessed_s = way["step_s"], way["predicted_step_s"]
+            lines.append(
+                (
+                    way["way"], way["failed"] or _number(step_s, 2), _number(guessed_s, 2), _gib(way["peak"]), _gib(guessed),
+                )
+            )  # fmt: skip
+    return markdown(("", "s a step", "predicted", "fullest GPU, GiB", "predicted"), lines)
+
+
 def offload_advice(results: Path) -> str:
     """The planner's advice, and whether it was right."""
     lines = [
@@ -271,6 +286,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "memory": memory, "maps": maps, "training-maps": training_maps, "stock": stock,
     "pipeline": pipeline, "pipeline-one-gpu": pipeline_one_gpu, "ladder": ladder, "ladder-80": ladder_80,
     "ladder-short": ladder_short, "generate": generation, "offload-ways": offload_ways,
+    "offload-short": offload_short,
     "offload-advice": offload_advice, "elastic": elastic, "elastic-short": elastic_short,
     "elastic-two-gpus": elastic_two,
 }  # fmt: skip

@@ -30,7 +30,7 @@ KERNEL_S = 6.6e-6
 GRAPH_KERNEL_S = 2.9e-6
 """The same for each kernel of a CUDA graph, which start without the host. From docs/results/h200_elastic_rates.json: Qwen2 0.5B
 made 16 x 128 tokens in 0.676 s, of which 0.215 s are the prompts, two graphs and the choice of tokens, and 0.54 ms of each
-further token are bytes. Checked by others: 0.68 s is predicted for another run of it, which took 0.79 and 0.69
+further token are bytes. Checked by others: 0.68 s is predicted for another run of it, which took 0.67 and 0.79
 (docs/results/h200_elastic.json), and 2.6 s for 64 requests of Qwen2 7B, which took 2.8 (h200_generate.json)."""
 FORWARD_S = 19.7e-6
 """Seconds of the host for each operation of a forward: Python, the modules and what they call."""
@@ -44,8 +44,9 @@ TOKEN_S = 0.62e-3
 """Seconds of the host for each token of `generate` beside the model: masks, the choice of the token, stopping."""
 CPU_FLOPS = 2.39e12
 """FLOP/s of a model that scores on the host's CPU in bf16, its element-wise operations in it. From the same run: with 16 cores
-beside an H200 a Qwen2 0.5B scored 16 x 512 tokens, 6.223e12 FLOPs, in 2.607 s. Checked by the other: 2.64 s, where 2.60 were
-predicted. It is not scaled with the number of cores: a plan does not know the host's, and nobody has measured another."""
+beside an H200 a Qwen2 0.5B scored 16 x 512 tokens, 6.223e12 FLOPs, in 2.607 s. On two other such hosts it took 2.64 and 3.43 s,
+where 2.60 are predicted (the second is docs/results/h200_elastic.json's). It is not scaled with the number of cores: a plan
+does not know the host's, and nobody has measured another."""
 _CPU_REACHED = "as 16 cores beside an H200 reached"
 _LATER = {"cpu_flops": (CPU_FLOPS, _CPU_REACHED), "graph_kernel_s": (GRAPH_KERNEL_S, "as an H200 took")}
 """What files of before do not have, what is used then, and where that is from."""
