@@ -1,5 +1,8 @@
 """The bench of attention implementations, on the CPU with a small model: all are as exact as fp32 there."""
 
+import json
+from pathlib import Path
+
 import pytest
 from transformers import AutoConfig
 
@@ -35,3 +38,15 @@ def test_lengths_are_drawn_from_the_seed() -> None:
 def test_unknown_models_are_named() -> None:
     with pytest.raises(ConfigError, match=r"qwen9.*not in the zoo"):
         bench_attention(result=None, models=["qwen9", "qwen2-7b"])
+
+
+def test_on_an_h200_all_ways_were_as_near_to_fp32_as_sdpa() -> None:
+    record = json.loads((Path(__file__).parents[2] / "docs" / "results" / "h200_attention.json").read_text())
+    for model in dict.fromkeys(row["model"] for row in record["rows"]):
+        rows = {(row["packed"], row["way"]): row for row in record["rows"] if row["model"] == model}
+        assert len(rows) == len(WAYS)
+        sdpa = rows[False, "sdpa, mask"]
+        for row in rows.values():
+            for error in ("output_error", "gradient_error"):
+                assert row[error] <= record["tolerance"] * sdpa[error]
+                assert row[error] == pytest.approx(sdpa[error], rel=0.01)  # what the docs say

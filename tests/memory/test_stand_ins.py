@@ -72,6 +72,21 @@ def test_a_masked_kernel_works_on_the_whole_row() -> None:
     assert more == _LAYERS * 4 * (3 * 128) ** 2 * _HEADS * _SIZE * 2 // 3
 
 
+def test_flash_attention_copies_out_what_is_no_padding_and_its_output_back() -> None:
+    """Each layer keeps the output as it is worked on and as it goes on, and no mask of length x length; sdpa keeps one, and k
+    and v as often as there are heads of q."""
+    kv_heads = _HEADS // 2
+    config = AutoConfig.for_model("llama", **{**_SHAPE, "num_key_value_heads": kv_heads})
+    batch, length = 3, 128
+    plain, flash, masked = (
+        _kept(_trace(config, batch_size=batch, seq_len=length, padded=padded, attn_implementation=attention))
+        for padded, attention in ((False, "flash_attention_2"), (True, "flash_attention_2"), (True, "sdpa"))
+    )
+    assert flash - plain == pytest.approx(_LAYERS * batch * length * _HEADS * _SIZE * 2, abs=16 * batch * length)
+    repeated = 2 * (_HEADS - kv_heads) * _SIZE * 2 * batch * length
+    assert masked - plain == pytest.approx(_LAYERS * (repeated + batch * length * length * 2), rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [

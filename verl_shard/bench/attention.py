@@ -91,7 +91,7 @@ def bench_attention(
     need_gpu("attention", "the tests compare implementations on the CPU")
     import torch
 
-    from verl_shard.bench.stock import config_of
+    from verl_shard.bench.stock_cells import config_of
     from verl_shard.runtime.attention import why_not_flash_attention
 
     rows: list[AttentionRow] = []

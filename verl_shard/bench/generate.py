@@ -141,7 +141,7 @@ def _model(name: str, cuda: bool) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl_shard.bench.stock import config_of
+    from verl_shard.bench.stock_cells import config_of
 
     config = AutoConfig.for_model(**SHAPES[name]) if name in SHAPES else config_of(name)
     device = torch.device("cuda:0" if cuda else "cpu")

@@ -154,7 +154,7 @@ def named_config(model: str) -> Any:
     """The configuration of a model by its name in the zoo, of "llama-1b", or of "tiny". Raises ConfigError for others."""
     from transformers import AutoConfig
 
-    from verl_shard.bench.stock import config_of
+    from verl_shard.bench.stock_cells import config_of
 
     if model == TINY:
         fields: dict[str, Any] = dict(_TINY)

@@ -99,7 +99,7 @@ def bench_offload(
     need_gpu("offload", "what auto chooses from bytes needs none: choose_offload")
     import torch
 
-    from verl_shard.bench.stock import config_of
+    from verl_shard.bench.stock_cells import config_of
     from verl_shard.runtime.stream_model import blocks_of, input_embedding
 
     config = config_of(model)

@@ -59,7 +59,7 @@ def bench_offload_phases(
     """
     check_model(model)
     need_gpu("offload --phases", "tests run both phases on the CPU")
-    from verl_shard.bench.stock import config_of
+    from verl_shard.bench.stock_cells import config_of
     from verl_shard.verl_plugin.stock_engine import one_process
 
     link = link_rate()

@@ -87,7 +87,7 @@ def bench_pipeline(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from verl_shard.bench.stock import config_of
+    from verl_shard.bench.stock_cells import config_of
 
     there = torch.cuda.device_count()
     n_gpus = there if gpus is None else gpus

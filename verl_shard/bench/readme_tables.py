@@ -76,7 +76,7 @@ def _off(row: Mapping[str, Any]) -> float:
 
 def stock(results: Path) -> str:
     """The worst error of each phase, of our engine and of verl's."""
-    rows = _rows(results, "h200_stock")
+    rows = [*_rows(results, "h200_stock"), *_rows(results, "h200_stock_flash")]
 
     def worst(phase: str, ours: bool) -> str:
         errors = [
@@ -195,6 +195,19 @@ def generation(results: Path) -> str:
     return markdown(("", "seconds", "tokens/s", "cache, GiB", "peak, GiB", "same tokens"), lines)
 
 
+def attention(results: Path) -> str:
+    """Kernels over padded and packed rows: time, memory, and how far from fp32."""
+    lines = [
+        (
+            row["model"], "packed" if row["packed"] else "padded", row["way"], _number(1e3 * row["seconds"], 1),
+            _gib(row["peak"]), f"{row['output_error']:.2e}", f"{row['gradient_error']:.2e}",
+        )
+        for row in _rows(results, "h200_attention")
+    ]  # fmt: skip
+    columns = ("", "rows", "attention", "ms", "peak, GiB", "error of the output", "of gradients")
+    return markdown(columns, lines)
+
+
 def offload_ways(results: Path) -> str:
     """Whole steps with every way to offload, measured and predicted."""
     lines = []
@@ -285,7 +298,7 @@ def _elastic(results: Path, name: str) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "memory": memory, "maps": maps, "training-maps": training_maps, "stock": stock,
     "pipeline": pipeline, "pipeline-one-gpu": pipeline_one_gpu, "ladder": ladder, "ladder-80": ladder_80,
-    "ladder-short": ladder_short, "generate": generation, "offload-ways": offload_ways,
+    "ladder-short": ladder_short, "generate": generation, "attention": attention, "offload-ways": offload_ways,
     "offload-short": offload_short,
     "offload-advice": offload_advice, "elastic": elastic, "elastic-short": elastic_short,
     "elastic-two-gpus": elastic_two,

@@ -12,13 +12,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from verl_shard.bench.machine import in_a_process
 from verl_shard.bench.record import machine, tell
+from verl_shard.bench.stock_cells import CELLS, FLASH, LARGE, OURS, Cell, config_of
 from verl_shard.common.errors import RunError, config_error
 from verl_shard.common.tables import err, table
 from verl_shard.common.units import format_bytes
@@ -26,75 +27,6 @@ from verl_shard.common.units import format_bytes
 SCHEMA = "verl_shard/bench-stock/1"
 STEPS = 3
 """The last is the one that is measured: optimizer states are made by the first."""
-_LLAMA_1B = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-    "max_position_embeddings": 4096,
-}  # fmt: skip
-"""The shape of a 1B Llama, with a head of its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One configuration of verl. model: a name of the zoo's, or "llama-1b"; lengths: of prompts and responses."""
-
-    model: str
-    strategy: Literal["fsdp", "fsdp2", "device_map"]
-    model_dtype: Literal["fp32", "bf16"] = "fp32"
-    packed: bool = False
-    gradient_checkpointing: bool = True
-    offload: bool = False
-    sequences: int = 4
-    micro_batch_size: int = 2
-    prompt_length: int = 512
-    response_length: int = 1536
-    compiled: bool = False
-    roles: tuple[Literal["actor", "critic", "ref"], ...] = ("actor", "critic", "ref")
-    attn_implementation: str = "sdpa"
-    logits: str = "full"
-    """Of our engine: "responses" or, as stock verl has them, "full"."""
-
-    @property
-    def words(self) -> str:
-        said = [self.strategy, self.model_dtype, "packed" if self.packed else "padded"]
-        said += ["gradient checkpointing"] * self.gradient_checkpointing + ["offload"] * self.offload
-        said += ["compiled entropy"] * self.compiled + ["logits of responses"] * (self.logits == "responses")
-        return ", ".join(said)
-
-    @property
-    def lengths(self) -> list[tuple[int, int]]:
-        """(prompt, response) of each sequence: one in two is a little shorter, so that there is padding."""
-        return [(self.prompt_length, self.response_length - 4 * (i % 2)) for i in range(self.sequences)]
-
-
-CELLS = (
-    Cell(model="qwen2-0.5b", strategy="fsdp", packed=True),
-    Cell(model="qwen2-0.5b", strategy="fsdp2", packed=True),
-    Cell(model="qwen2-0.5b", strategy="fsdp2", offload=True),
-    Cell(model="qwen2-0.5b", strategy="fsdp", gradient_checkpointing=False),
-    Cell(model="qwen3-0.6b", strategy="fsdp2", model_dtype="bf16", packed=True, gradient_checkpointing=False),
-    Cell(model="qwen3-0.6b", strategy="fsdp", model_dtype="bf16", offload=True),
-    Cell(model="llama-1b", strategy="fsdp", packed=True),
-    Cell(model="llama-1b", strategy="fsdp2"),
-    Cell(model="llama-1b", strategy="fsdp", offload=True, packed=True),
-    Cell(model="qwen2-0.5b", strategy="fsdp2", packed=True, compiled=True),
-)
-OURS = (
-    Cell(
-        model="qwen2-0.5b",
-        strategy="device_map",
-        response_length=256,
-        sequences=8,
-        micro_batch_size=4,
-        logits="responses",
-    ),
-    Cell(
-        model="qwen3-0.6b", strategy="device_map", response_length=256, gradient_checkpointing=False, logits="responses"
-    ),
-    Cell(model="llama-1b", strategy="device_map", response_length=128, model_dtype="bf16", logits="responses"),
-)
-"""Our engine, which generates too."""
-LARGE = (Cell(model="qwen2-7b", strategy="fsdp2", model_dtype="bf16", packed=True, roles=("actor", "ref")),)
 
 
 @dataclass(frozen=True)
@@ -117,6 +49,11 @@ class Meter(Protocol):
 
     def __call__(self, run: Callable[[], object]) -> int:
         """Runs it; the most bytes that were allocated meanwhile."""
+
+
+def flash_attn_is_installed() -> bool:
+    """Whether verl finds flash-attn, and takes its cross-entropy."""
+    return importlib.util.find_spec("flash_attn") is not None
 
 
 def cuda_meter(run: Callable[[], object]) -> int:
@@ -145,8 +82,11 @@ def bench_stock(*, result: Path | None, large: bool = False, only: int | None = 
     from verl_shard.verl_plugin.stock_engine import import_early
 
     import_early()
-    cells: Sequence[Cell] = (*OURS, *CELLS, *(LARGE if large else ()))
-    cells = cells if only is None else [cells[only % len(cells)]]
+    flash = flash_attn_is_installed()
+    cells: Sequence[Cell] = (*OURS, *CELLS, *(FLASH if flash else ()), *(LARGE if large else ()))
+    cells = [replace(cell, flash_attn=flash) for cell in (cells if only is None else [cells[only % len(cells)]])]
+    if not flash:
+        err.print(f"flash-attn is not installed: {len(FLASH)} configurations with it are left out")
     measured: list[Measured] = []
     failed: dict[str, str] = {}
     where: dict[str, Any] = {}
@@ -206,22 +146,6 @@ def _run(cell: Cell) -> tuple[list[Measured], dict[str, Any]]:
         return run_cell(cell, cuda_meter), machine()
 
 
-def config_of(name: str) -> Any:
-    """The configuration of a cell's model."""
-    from transformers import AutoConfig
-
-    from verl_shard.bench.maps import zoo
-
-    if name == "llama-1b":
-        fields = dict(_LLAMA_1B)
-    else:
-        entry = next(entry for entry in zoo() if entry["name"] == name)
-        fields = {"model_type": entry["model_type"], **entry["kwargs"]}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
-    return config
-
-
 def run_cell(cell: Cell, meter: Meter, config: Any = None) -> list[Measured]:
     """The phases of the third step, measured and predicted. config: of the model, by default that of the cell's name."""
     config = config_of(cell.model) if config is None else config
@@ -271,7 +195,7 @@ def predict(cell: Cell, config: Any) -> dict[str, tuple[int, dict[str, int]]]:
         n_ranks=1,
         ranks_per_node=1,
         card_memory=0,
-        flash_attn=importlib.util.find_spec("flash_attn") is not None,
+        flash_attn=cell.flash_attn,
         compiled=cell.compiled,
     )
     return {

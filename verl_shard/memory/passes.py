@@ -39,7 +39,8 @@ class PassSpec:
         entropy; "verl-fused" as with use_fused_kernels, which makes logits for 512 tokens at a time; by default by what
         the model computes.
     accumulating: an optimizer step of several micro-batches: gradients of the first are there while the next runs.
-    padded: sequences of different lengths in one batch: attention has a mask, which fused kernels take as a bias.
+    padded: sequences of different lengths in one batch: attention has a mask, which fused kernels take as a bias;
+        flash_attention_2 copies out what is no padding instead, and its output back.
     packed: the batch_size sequences of seq_len tokens are one row of batch_size x seq_len, with positions that begin
         anew, as verl's use_remove_padding lays them out. "flash_attention_2" needs no mask for it, nor does
         "sdpa_packed", which is torch's own kernel as our engine uses it; "sdpa" and "eager" keep the sequences apart by

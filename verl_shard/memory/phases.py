@@ -88,7 +88,10 @@ def _as_on_gpu(running: Running) -> AbstractContextManager[None]:
         recorder.add_attention(flops // sequences, *more)
 
     masked = wanted.packed and not apart
-    return as_on_gpu(on_attention, recorder.add_product, padded=wanted.padded, packed=masked)
+    unpads = wanted.padded and flash
+    return as_on_gpu(
+        on_attention, recorder.add_product, padded=wanted.padded and not flash, packed=masked, unpads=unpads
+    )
 
 
 def score(running: Running) -> Ran:
@@ -136,7 +139,7 @@ def generate(running: Running) -> Ran:
     takes = "logits_to_keep" in _parameters(module)
     keep: dict[str, Any] = {"logits_to_keep": 1, "use_cache": True} if takes else {"use_cache": True}
     with (
-        as_on_gpu(recorder.add_attention, recorder.add_product, padded=wanted.padded),
+        _as_on_gpu(running),
         recorder,
         torch.no_grad(),
         _autocast(wanted),

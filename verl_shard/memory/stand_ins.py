@@ -53,6 +53,24 @@ class _FusedAttention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
+class _Unpadded(torch.autograd.Function):
+    """Tokens that are no padding, copied together, as many as there may be: what transformers' flash attention works on under
+    a mask (modeling_flash_attention_utils.py, _upad_input). (batch, heads, length, size), as are the gradients, with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return _tokens_first(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _tokens_first(grads[0])
+
+
+def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
+    batch, heads, length, size = tensor.shape
+    return tensor.new_empty(batch, length, heads, size).transpose(1, 2)
+
+
 def _laid_out_as(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """An empty (batch, heads, length, size) in the layout of `tensor`: tokens before heads in memory, or heads first.
 
@@ -101,7 +119,7 @@ def _grouped_mm(on_product: Callable[[int], None]) -> Callable[..., torch.Tensor
     return grouped_mm
 
 
-def _attention(on_attention: Callable[[int], None]) -> Callable[..., torch.Tensor]:
+def _attention(on_attention: Callable[[int], None], unpads: bool) -> Callable[..., torch.Tensor]:
     def scaled_dot_product_attention(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -116,6 +134,10 @@ def _attention(on_attention: Callable[[int], None]) -> Callable[..., torch.Tenso
         on_attention(attention_flops(query, key, value))
         if attn_mask is not None:
             attn_mask = _bias(attn_mask, query.dtype)
+        if unpads:  # and back, which is a copy too
+            query, key, value = (_Unpadded.apply(t) for t in (query, key, value))  # type: ignore[no-untyped-call]
+            out = _FusedAttention.apply(query, key, value, None)  # type: ignore[no-untyped-call]
+            return _Unpadded.apply(out)  # type: ignore[no-any-return, no-untyped-call]
         return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-any-return, no-untyped-call]
 
     return scaled_dot_product_attention
@@ -249,6 +271,7 @@ def as_on_gpu(
     in_every_thread: bool = False,
     padded: bool = False,
     packed: bool = False,
+    unpads: bool = False,
 ) -> Iterator[None]:
     """While it is on, attention, dropout and autocast have a GPU's memory, and transformers masks as on a GPU.
 
@@ -258,6 +281,7 @@ def as_on_gpu(
     on_attention and on_product are told the FLOPs of the forward of each fused attention and grouped product.
     padded: some sequence of a batch is shorter than the others, so that no mask can be left out.
     packed: a row holds several sequences, which a mask keeps apart.
+    unpads: attention copies out what is no padding, and its output back, as flash_attention_2 does under a mask.
     in_every_thread: for a backward in threads of its own, as torch has them for every device but the CPU.
     """
     import transformers.masking_utils as masks
@@ -276,7 +300,7 @@ def as_on_gpu(
             stack.callback(delattr if own is None else _restore(own), place, name)
             setattr(place, name, in_this_thread)
 
-        replace(functional, "scaled_dot_product_attention", _attention(on_attention))
+        replace(functional, "scaled_dot_product_attention", _attention(on_attention, unpads))
         replace(functional, "dropout", _dropout)
         replace(torch, "rand", _rand(torch.rand))
         for place, name in ((functional, "grouped_mm"), (torch, "_grouped_mm")):

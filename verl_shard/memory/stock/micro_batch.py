@@ -41,6 +41,7 @@ class MicroBatch:
     flash: flash-attn is installed, whose cross-entropy and attention verl then uses.
     fused: model.use_fused_kernels. temperature: of the rollout; other than 1 makes a second copy of the logits.
     masked: attention with a mask of length x length: sdpa where sequences are packed or have padding.
+    unpads: attention that copies out what is no padding: flash_attention_2 where there is some.
     dtype: in which weights are gathered and computed with (fsdp_config.mixed_precision.param_dtype).
     """
 
@@ -54,6 +55,7 @@ class MicroBatch:
     fused: bool = False
     temperature: float = 1.0
     masked: bool = False
+    unpads: bool = False
     compiled: bool = True
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
@@ -174,7 +176,7 @@ def _pass(
     marks = [("forward", len(recorder.events))]
     autocast = nullcontext() if wanted.dtype == torch.float32 else torch.autocast("cpu", wanted.dtype)
     grad = torch.enable_grad() if wanted.training else torch.no_grad()
-    with as_on_gpu(recorder.add_attention, recorder.add_product), recorder, grad:
+    with as_on_gpu(recorder.add_attention, recorder.add_product, unpads=wanted.unpads), recorder, grad:
         with autocast:
             made = _output(module, wanted, given)
             marks.append(("loss", len(recorder.events)))
@@ -213,7 +215,7 @@ def _loss(made: tuple[torch.Tensor, ...], wanted: MicroBatch) -> torch.Tensor:
         entropy = outputs.EntropyCompiled.apply(logits)  # type: ignore[no-untyped-call]
     elif wanted.entropy != "none":  # with padding verl never compiles it, nor chunks it
         entropy = outputs.entropy_eager(logits, in_fp32)
-    flat = logits if wanted.packed else outputs.Unpadded.apply(logits)  # type: ignore[no-untyped-call]
+    flat = logits if wanted.packed else outputs.unpadded(logits)
     if wanted.flash:
         # With padding verl leaves inplace_backward at its default, True, also where entropy shares the logits.
         in_place = not wanted.packed or entropy is None

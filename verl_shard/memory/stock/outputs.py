@@ -126,17 +126,35 @@ class EntropyCompiled(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0])
 
 
-class Unpadded(torch.autograd.Function):
-    """Without remove_padding the rows of logits that are no padding are copied out; the backward fills zeros around."""
+class _Narrowed(torch.autograd.Function):
+    """torch.nested.narrow: a view, whose backward fills zeros around. logits: (batch, length, V)."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
         ctx.shape = logits.shape
-        return logits.new_empty(logits.shape[0] * logits.shape[1], logits.shape[2])
+        return logits.view_as(logits)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return grads[0].new_empty(ctx.shape)
+
+
+class _Together(torch.autograd.Function):
+    """cat of unbind: a copy, (T, V). The backward of unbind keeps what was taken apart, and makes a nested tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, nested: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(nested)
+        return nested.new_empty(nested.shape[0] * nested.shape[1], nested.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+def unpadded(logits: torch.Tensor) -> torch.Tensor:
+    """Without remove_padding the rows of logits that are no padding are copied out; all of them may be."""
+    return _Together.apply(_Narrowed.apply(logits))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class FusedHead(torch.autograd.Function):

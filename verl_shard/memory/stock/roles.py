@@ -161,6 +161,7 @@ def micro_batch_of(role: StockRole, phase: str, workload: Workload, **settings: 
         fused=role.own.logits == "fused" and output == "log_probs",
         temperature=settings["temperature"] if output == "log_probs" else 1.0,
         masked=attention != "flash_attention_2",
+        unpads=attention == "flash_attention_2" and not workload.remove_padding,
         compiled=settings["compiled"],
         gradient_checkpointing=training and role.own.gradient_checkpointing is not False,
         attn_implementation=attention,
