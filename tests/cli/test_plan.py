@@ -45,11 +45,14 @@ def test_json_and_settings_that_are_kept(model: str, capsys: pytest.CaptureFixtu
 
 def test_all_faults_at_once_and_exit_code_2(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["plan", "--actor", model, "--gpus", "4", "--gpu", "a1000", "--algorithm", "pppo", "--n", "0"]
-    assert run([*given, "--set", "actor.precison=bf16", "--set", "x", "--host-memory", "much"]) == 2
+    outputs = ["--save", "no-folder/plan.yaml", "--picture", "plan.jpg", "--rates", "no-rates.json"]
+    assert run([*given, "--set", "actor.precison=bf16", "--set", "x", "--host-memory", "much", *outputs]) == 2
     shown = capsys.readouterr().err
+    for said in ("--save = no-folder/plan.yaml", "Name it plan.png", "rates no-rates.json"):
+        assert said in shown
     for said in ("a1000", "algorithm", "n = 0", 'Did you mean "precision"?', "role.field=value", "--host-memory"):
         assert said in shown
-    assert shown.count("error:") == 6
+    assert shown.count("error:") == 9
 
 
 @pytest.mark.parametrize(

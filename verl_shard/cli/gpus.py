@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from verl_shard.cli.options import default
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,7 +23,8 @@ Asks NVIDIA's driver and starts nothing on a GPU. Exit code 2 without a driver.
 
 def gpus(
     devices: Annotated[
-        str | None, typer.Option(help='Those GPUs only, as torch counts them: "0,2" or "0-3". [all of the machine]')
+        str | None,
+        typer.Option(help='Those GPUs only, as torch counts them: "0,2" or "0-3".' + default("all of the machine")),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
     every: Annotated[float, typer.Option(help="With --watch: seconds from one look to the next.", min=0.1)] = 2.0,

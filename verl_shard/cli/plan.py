@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl_shard.cli import passes
+from verl_shard.cli.options import default
 
 if TYPE_CHECKING:
     from verl_shard.common.errors import Faults
@@ -39,9 +40,13 @@ def plan(
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option(help="device_map (this package's engine), fsdp or fsdp2 (stock verl with vLLM). [device_map]"),
+        typer.Option(
+            help="device_map (this package's engine), fsdp or fsdp2 (stock verl with vLLM)." + default("device_map")
+        ),
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="ppo, grpo, rloo ...: ppo has a critic. [ppo]")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="ppo, grpo, rloo ...: ppo has a critic." + default("ppo"))
+    ] = None,
     train_batch_size: Annotated[int | None, typer.Option(help="Prompts in a step. [256]")] = None,
     n: Annotated[int | None, typer.Option(help="Responses to each prompt. [1]")] = None,
     prompt_length: Annotated[int | None, typer.Option(help="Longest prompt, in tokens. [512]")] = None,
@@ -56,7 +61,9 @@ def plan(
     ppo_mini_batch_size: Annotated[
         int | None, typer.Option(help="Prompts in one optimizer step; by default the whole batch.")
     ] = None,
-    kl: Annotated[str | None, typer.Option(help="loss, reward, or none, which needs no reference. [loss]")] = None,
+    kl: Annotated[
+        str | None, typer.Option(help="loss, reward, or none, which needs no reference." + default("loss"))
+    ] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,6 +92,7 @@ def plan(
     from json import dumps
 
     from verl_shard.common.errors import Faults
+    from verl_shard.common.outputs import check_outputs
     from verl_shard.common.tables import out
     from verl_shard.common.units import parse_bytes
     from verl_shard.config.workload import Workload
@@ -92,7 +100,11 @@ def plan(
     from verl_shard.planning.rates import Rates
     from verl_shard.planning.settings import read_roles
 
-    faults, declared = Faults(), None
+    faults, declared, measured = Faults(), None, None
+    with faults.gathering():
+        check_outputs(save=save, picture=picture)
+    with faults.gathering():
+        measured = None if rates is None else Rates.load(rates)
     with faults.gathering():
         _check_emit(emit, json=json)
     with faults.gathering():
@@ -124,7 +136,7 @@ def plan(
         roles,
         gpus=inventory,
         workload=workload,
-        rates=None if rates is None else Rates.load(rates),
+        rates=measured,
         side_by_side=side_by_side,
         trust_remote_code=trust_remote_code,
     )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl_shard.cli.options import default
+
 if TYPE_CHECKING:
     from verl_shard.planning.plan import Plan
 
@@ -30,7 +32,7 @@ def run(
     train_data: Annotated[list[Path] | None, typer.Option(help="A parquet file (repeat for several).")] = None,
     val_data: Annotated[list[Path] | None, typer.Option(help="A parquet file of the validation.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train; by default what the runner has.", min=1)] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder. [the next free runs/plan-N]")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder." + default("the next free runs/plan-N"))] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, and start nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also where the plan does not fit.")] = False,
 ) -> int:
