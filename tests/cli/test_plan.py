@@ -76,6 +76,20 @@ def test_what_cannot_be_meant(model: str, given: list[str], why: str, capsys: py
     assert why in " ".join(capsys.readouterr().err.split())
 
 
+def test_what_fits_and_cannot_run_is_no_success(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """verl shares a mini-batch out over ranks: 64 sequences are 21 a rank and one over."""
+    given = ["plan", "--actor", model, "--gpus", "3", "--gpu", "h200", "--backend", "fsdp2", "--train-batch-size", "64"]
+    given += ["--kl", "none", "--algorithm", "grpo", "--set", "rollout.tensor_parallel_size=1"]
+    assert run(given) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "It fits, but cannot run as it is: below are 2 faults. Fullest is" in shown
+    assert shown.count("fault: batch keys: ") == 2
+    assert run([*given, "--emit", "overrides"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("error: the plan's batch keys: ") == 2
+
+
 @pytest.mark.parametrize("backend", ["fsdp2", "device_map"])
 def test_the_command_alone_is_printed(
     backend: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HELP = """Does a PPO or GRPO run fit, which role goes on which GPU, and if it does not fit, the cheapest way to make it.
 
 Models are traced without weights and without a GPU, a second or two for each pass. Settings that are not given are chosen;
-those that are given with --set are kept. Exit code 0 when it fits, 2 when it does not.
+those that are given with --set are kept. Exit code 0 when it fits and can run, otherwise 2.
 """
 
 
@@ -154,7 +154,7 @@ def plan(
 
             out.print(ownership(roles, inventory))
         out.print(made.report(out.width), end="", markup=False)
-    return 0 if made.fits else 2
+    return 0 if made.fits and not made.faults else 2
 
 
 def _check_emit(emit: str | None, *, json: bool) -> None:
@@ -175,10 +175,14 @@ def _emit(made: Plan, saved: Path | None) -> None:
 
 
 def check_fits(made: Plan) -> None:
-    """Raises DoesNotFitError with what would make the plan fit."""
-    from verl_shard.common.errors import DoesNotFitError
+    """Raises DoesNotFitError with what would make the plan fit, ConfigError with every other reason not to run it."""
+    from verl_shard.common.errors import ConfigError, DoesNotFitError, Finding
 
     if made.fits:
+        fix = "Change what it names, and plan again"
+        found = [Finding("error", "cannot-run", f"the plan's {one.what}", "", one.says, fix) for one in made.faults]
+        if found:
+            raise ConfigError(found)
         return
     remedies = "".join(f"\n  {row.setting} ({row.name}; its price: {row.price})" for row in made.remedies)
     listed = f" These settings would lower its memory:{remedies}" if remedies else ""

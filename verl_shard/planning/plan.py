@@ -144,6 +144,11 @@ class Plan:
     """In words, the next best placements that were looked at."""
 
     @property
+    def faults(self) -> tuple[Check, ...]:
+        """The checks for which the step cannot run, whether it fits or not."""
+        return tuple(check for check in self.checks if check.level == "fault")
+
+    @property
     def model_config(self) -> dict[str, dict[str, Any]]:
         """By role, the keywords of the articles' `model_config`: device_map or copies_on, dtype, attn_implementation."""
         made: dict[str, dict[str, Any]] = {}

@@ -68,7 +68,9 @@ def _verdict(plan: Plan) -> str:
     if plan.fits:
         tight = [row for row in plan.phases if row.reserved > plan.limits[row.fullest]]
         close = "; close: torch's allocator will have to give cached memory back" if tight else ""
-        return f"It fits. Fullest is {at}{close}. {step}{_host(plan)}"
+        n = len(plan.faults)
+        but = f", but cannot run as it is: below {'is a fault' if n == 1 else f'are {n} faults'}" if n else ""
+        return f"It fits{but}. Fullest is {at}{close}. {step}{_host(plan)}"
     if size > limit:
         return f"It does not fit: {at}, {format_bytes(size - limit)} too much. {step}{_host(plan)}"
     return f"It does not fit in host memory. {step}{_host(plan)}"
