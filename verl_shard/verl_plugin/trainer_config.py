@@ -59,7 +59,7 @@ def find_faults(config: Any) -> Iterator[Finding]:
         )
     rollout = config.actor_rollout_ref.rollout
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    if rollout.name == "hf":
+    if OmegaConf.select(rollout, "name") == "hf":  # it has no default, and may be missing
         for size in sizes:
             if rollout[size] != 1:
                 yield fault(

@@ -208,3 +208,17 @@ def test_the_device_map_engine_has_faults_of_its_own(looked: Callable[..., Any])
         "trainer.n_gpus_per_node=1",
     ]
     assert looked(*given) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), [([], "vllm"), (["model_engine=device_map", "trainer.n_gpus_per_node=1"], "hf")]
+)
+def test_a_rollout_without_a_name_is_one_fault_whatever_the_engine(
+    looked: Callable[..., Any], engine: list[str], name: str
+) -> None:
+    """It is "???" in verl's configuration, which OmegaConf raises for."""
+    reward = ["reward.reward_model.enable=true", "reward.reward_model.model_path=somewhere"]
+    found = looked(*engine, *reward, drop=["actor_rollout_ref.rollout.name"])
+    key = "actor_rollout_ref.rollout.name"
+    assert ("error", key, f"{key}={name}") in found
+    assert ("error", "reward.reward_model.rollout.name", "reward.reward_model.rollout.name=vllm") in found

@@ -60,7 +60,8 @@ def _engines(made: Composed) -> Iterator[Finding]:
     key = f"{RO}.name"
     name, set_ = made.text(key), made.value(key)
     if set_ is MISSING and key not in made.given:
-        yield made.fault(key, "it has no default", f"{key}=vllm", code="no-rollout")
+        engine = "hf" if made.strategy == "device_map" else "vllm"
+        yield made.fault(key, "it has no default", f"{key}={engine}", code="no-rollout")
     elif name and name not in ROLLOUTS:
         near = get_close_matches(name, ROLLOUTS, 1, 0.0)[0]
         yield made.fault(key, "no such rollout", f"{key}={near}", code="unknown-rollout")

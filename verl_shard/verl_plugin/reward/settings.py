@@ -25,7 +25,7 @@ def prepare_reward_config(config: Any) -> None:
     verl knows how to ask vLLM and SGLang only, and its managers fail on what a colocated model is given.
     """
     model = OmegaConf.select(config, "reward.reward_model")
-    if not model or not model.enable or model.rollout.name != "hf":
+    if not model or not model.enable or OmegaConf.select(model, "rollout.name") != "hf":
         return
     if faults := list(find_faults(config)):
         raise ConfigError(faults)
