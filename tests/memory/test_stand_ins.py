@@ -87,6 +87,17 @@ def test_flash_attention_copies_out_what_is_no_padding_and_its_output_back() -> 
     assert masked - plain == pytest.approx(_LAYERS * (repeated + batch * length * length * 2), rel=0.02)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_flash_attention_is_told_its_window_and_needs_no_mask_for_it(padded: bool) -> None:
+    shape = {**_SHAPE, "num_key_value_heads": _HEADS // 2}
+    with_window, without = (
+        _kept(_trace(AutoConfig.for_model("mistral", sliding_window=window, **shape), batch_size=3, seq_len=128,
+                     padded=padded, attn_implementation="flash_attention_2"))
+        for window in (16, None)
+    )  # fmt: skip
+    assert with_window == without
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [

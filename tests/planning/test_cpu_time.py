@@ -145,7 +145,10 @@ def test_the_two_placements_of_an_h200_are_in_the_measured_order() -> None:
         assert 0.75 < predicted[name] / row["step_s"] < 1
         assert found[name].phases["generate"] == pytest.approx(row["phases"]["generate"], rel=0.15)
         assert found[name].peak == pytest.approx(row["peaks"][0], rel=0.01)
-    assert 0.75 < found[BY_HAND].phases["reward"] / measured[BY_HAND]["phases"]["reward"] < 1
+    # What whole steps leave for it: phases are of one more step, in which the CPU took longer.
+    apart = measured[BY_HAND]
+    others = sum(seconds for phase, seconds in apart["phases"].items() if phase != "reward")
+    assert found[BY_HAND].phases["reward"] == pytest.approx(apart["step_s"] - others, rel=0.05)
     # Qwen2 0.5B: 24 blocks of width 896, keys and values of 128, 4,864 inside; products of attention counted whole.
     tokens, block = 16 * 512, 2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864
     n_flops = 24 * (2 * tokens * block + 4 * tokens * 512 * 896)

@@ -9,6 +9,8 @@ from shapes import small_qwen2
 
 from verl_shard.config.cards import CARDS
 from verl_shard.config.inventory import Inventory
+from verl_shard.config.roles import RoleConfig
+from verl_shard.memory.stock.phases import has_flash_attn
 from verl_shard.planning.build import build_plan
 
 N, PROMPT, RESPONSE, EPOCHS = 16, 48, 80, 2
@@ -52,3 +54,9 @@ def test_each_token_takes_the_host_five_operations_and_in_an_update_those_of_the
 def test_fused_kernels_make_no_logits_and_have_no_such_loop() -> None:
     without, with_it = (seconds(attention, logits="fused") for attention in ("sdpa", "flash_attention_2"))
     assert without == with_it
+
+
+def test_a_role_that_takes_flash_attention_means_that_it_is_installed() -> None:
+    """Stock verl's critic takes nothing else."""
+    assert has_flash_attn({"actor": RoleConfig(attn_implementation="sdpa"), "critic": RoleConfig()})
+    assert not has_flash_attn({"actor": RoleConfig(attn_implementation="sdpa"), "rollout": RoleConfig()})

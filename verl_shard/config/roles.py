@@ -105,7 +105,9 @@ class RoleConfig:
         default=None,
         description="responses (device_map) makes none of prompts; fused and chunked never hold tokens x vocabulary at once.",
     )
-    offload: Offload | None = Field(default=None, description="Keep the weights of a scoring role in host memory.")
+    offload: Offload | None = Field(
+        default=None, description="Keep the weights of a scoring role in host memory; stream: of its blocks."
+    )
     param_offload: Flag | None = Field(
         default=None, description="fsdp: weights are in host memory outside of the role's phases."
     )

@@ -90,7 +90,7 @@ def _as_on_gpu(running: Running) -> AbstractContextManager[None]:
     masked = wanted.packed and not apart
     unpads = wanted.padded and flash
     return as_on_gpu(
-        on_attention, recorder.add_product, padded=wanted.padded and not flash, packed=masked, unpads=unpads
+        on_attention, recorder.add_product, padded=wanted.padded, packed=masked, unpads=unpads, unmasked=flash
     )
 
 

@@ -55,7 +55,8 @@ class _FusedAttention(torch.autograd.Function):
 
 class _Unpadded(torch.autograd.Function):
     """Tokens that are no padding, copied together, as many as there may be: what transformers' flash attention works on under
-    a mask (modeling_flash_attention_utils.py, _upad_input). (batch, heads, length, size), as are the gradients, with zeros."""
+    a mask (modeling_flash_attention_utils.py, _upad_input). (batch, heads, length, size); so are gradients, where zeros stand
+    for the padding."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -272,6 +273,7 @@ def as_on_gpu(
     padded: bool = False,
     packed: bool = False,
     unpads: bool = False,
+    unmasked: bool = False,
 ) -> Iterator[None]:
     """While it is on, attention, dropout and autocast have a GPU's memory, and transformers masks as on a GPU.
 
@@ -282,6 +284,7 @@ def as_on_gpu(
     padded: some sequence of a batch is shorter than the others, so that no mask can be left out.
     packed: a row holds several sequences, which a mask keeps apart.
     unpads: attention copies out what is no padding, and its output back, as flash_attention_2 does under a mask.
+    unmasked: the kernel is told all that a mask of (length x length) would say, a window too, as flash_attention_2 is.
     in_every_thread: for a backward in threads of its own, as torch has them for every device but the CPU.
     """
     import transformers.masking_utils as masks
@@ -312,7 +315,8 @@ def as_on_gpu(
                     replace(home, name, _in_fp32(getattr(home, name)))
         for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
             if hasattr(masks, name):
-                replace(masks, name, _always(False) if padded else _nothing_padded(getattr(masks, name)))
+                ignores = _always(False) if padded else _nothing_padded(getattr(masks, name))
+                replace(masks, name, _always(True) if unmasked else ignores)
         found = _sequence_of_each_token if packed else _always(None)
         for name, value in (("is_tracing", _always(False)), ("find_packed_sequence_indices", found)):
             if hasattr(masks, name):

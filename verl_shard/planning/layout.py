@@ -210,7 +210,7 @@ class Layouts:
                 gpu: traced.peak(*run, held.stage_of(gpu))
                 + workspace
                 + self.untouched(phase, traced, held, gpu)
-                - streamed(own, traced, held.spec)
+                - bytes_away(own, traced, held.spec)
                 for gpu, run in held.runs.items()
             }
         return self._peaks[key]
@@ -238,7 +238,7 @@ class Layouts:
             stages = held.stages if wanted.phase == "train" else None
             made = of_blocks(spec, traced, wanted, phase, range(*held.runs[gpu]), stages)
             self._reserved[key] = made.reserved + self.untouched(phase, traced, held, gpu)
-            self._reserved[key] -= streamed(own, traced, held.spec)
+            self._reserved[key] -= bytes_away(own, traced, held.spec)
         return others + self._reserved[key]
 
 
@@ -263,9 +263,9 @@ def travels(spec: ModelSpec) -> np.ndarray:
     return np.array([block.kind == "block" for block in spec.blocks])
 
 
-def streamed(own: RoleConfig, traced: Trace, spec: ModelSpec) -> int:
+def bytes_away(own: RoleConfig, traced: Trace, spec: ModelSpec) -> int:
     """Bytes of weights that are not on the GPU when blocks are streamed through it: all blocks but those of `stream_buffers`."""
-    if own.offload != "stream":
+    if own.offload != "stream" or not travels(spec).any():
         return 0
     blocks = traced.kinds[0, travels(spec), WEIGHTS]
     return max(int(blocks.sum() - buffers_of(spec) * blocks.max()), 0)

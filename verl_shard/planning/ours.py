@@ -13,7 +13,7 @@ from verl_shard.mapping.device_map import DeviceMap
 from verl_shard.memory.passes import PassSpec
 from verl_shard.memory.recording import KINDS
 from verl_shard.planning.copies import CopiedLayouts, as_run, copied_roles, copies_seconds, has_copies
-from verl_shard.planning.layout import PhaseBytes, Placed, holder_of, limit_of, streamed
+from verl_shard.planning.layout import PhaseBytes, Placed, bytes_away, holder_of, limit_of
 from verl_shard.planning.models import Models, pass_of
 from verl_shard.planning.placed_apart import in_words, placement_of
 from verl_shard.planning.placement import STAGES, PlacementSearch
@@ -67,7 +67,6 @@ class OurEngine:
         made = []
         for row in self.layouts.phases(run, placed):
             time = self._time(row, settings, placed)
-            streamed = settings.roles[row.role].offload == "stream"
             made.append(
                 PlannedPhase(
                     phase=row.phase,
@@ -77,7 +76,6 @@ class OurEngine:
                     seconds=time.seconds,
                     bound_by=time.bound,
                     parts=self._parts(row, run, placed),
-                    unmeasured=("buffers of streamed weights",) if streamed else (),
                 )
             )
         return tuple(made)
@@ -92,7 +90,7 @@ class OurEngine:
             traced = self.models.trace(own, pass_of(row.phase, own, self.workload))
             kinds = traced.kinds_at_peak(range(*held.runs[gpu]), held.stage_of(gpu))
             parts |= {name: size for name, size in zip(KINDS, kinds, strict=True) if size}
-            if away := streamed(own, traced, held.spec):
+            if away := bytes_away(own, traced, held.spec):
                 parts["weights"] -= away
             if states := self.layouts.untouched(row.phase, traced, held, gpu):
                 parts["optimizer"] = states

@@ -44,8 +44,9 @@ TOKEN_S = 0.62e-3
 """Seconds of the host for each token of `generate` beside the model: masks, the choice of the token, stopping."""
 CPU_FLOPS = 2.39e12
 """FLOP/s of a model that scores on the host's CPU in bf16, its element-wise operations in it. From the same run: with 16 cores
-beside an H200 a Qwen2 0.5B scored 16 x 512 tokens, 6.223e12 FLOPs, in 2.607 s. On two other such hosts it took 2.64 and 3.43 s,
-where 2.60 are predicted (the second is docs/results/h200_elastic.json's). It is not scaled with the number of cores: a plan
+beside an H200 a Qwen2 0.5B scored 16 x 512 tokens, 6.223e12 FLOPs, in 2.607 s. On another such host it took 2.64 s, where 2.60
+are predicted; on a third 3.43 in the one step that was timed by phases, and what whole steps leave for it is 2.70
+(docs/results/h200_elastic.json). It is not scaled with the number of cores: a plan
 does not know the host's, and nobody has measured another."""
 _CPU_REACHED = "as 16 cores beside an H200 reached"
 _LATER = {"cpu_flops": (CPU_FLOPS, _CPU_REACHED), "graph_kernel_s": (GRAPH_KERNEL_S, "as an H200 took")}

@@ -135,7 +135,7 @@ REMEDIES: tuple[Remedy, ...] = (
         "a smaller KV cache: fewer responses at once",
     ),
     Remedy(
-        "weights streamed from host memory", OUR, ("ref", "reward"), _stream, "its weights",
+        "weights streamed from host memory", OUR, ("ref", "reward"), _stream, "the weights of its blocks",
         "their copy, where it is not hidden behind compute", live=True,
     ),
     Remedy(

@@ -28,7 +28,7 @@ _ROW_OPERATIONS = {"fp32": (5, 3), "other": (5, 5)}
 in a loop over tokens (verl.utils.torch_functional.logprobs_from_logits_v2). Of 16-bit logits a cast, log_softmax, unsqueeze,
 gather and squeeze; select, zeros, scatter_add, the backward of log_softmax and a cast: 98 and 141 us by default rates. Two
 hosts beside an H200 took 91 and 140, and 72 and 115 (the second is docs/results/h200_offload_advice.json's). Of fp32 logits
-logsumexp, by its share of the others' time on a CPU."""
+it is one logsumexp, which counts as many by its share of the others' time on a CPU."""
 
 
 def phase_seconds(

@@ -176,7 +176,11 @@ def _pass(
     marks = [("forward", len(recorder.events))]
     autocast = nullcontext() if wanted.dtype == torch.float32 else torch.autocast("cpu", wanted.dtype)
     grad = torch.enable_grad() if wanted.training else torch.no_grad()
-    with as_on_gpu(recorder.add_attention, recorder.add_product, unpads=wanted.unpads), recorder, grad:
+    with (
+        as_on_gpu(recorder.add_attention, recorder.add_product, unpads=wanted.unpads, unmasked=not wanted.masked),
+        recorder,
+        grad,
+    ):
         with autocast:
             made = _output(module, wanted, given)
             marks.append(("loss", len(recorder.events)))

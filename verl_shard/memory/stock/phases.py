@@ -119,8 +119,8 @@ def stock_phases(
 
 
 def has_flash_attn(roles: Mapping[Role, RoleConfig]) -> bool:
-    """Whether flash-attn is taken to be installed: every sharded role's attention is its own, or blank."""
-    return all(roles[r].attn_implementation in (None, "flash_attention_2") for r in _SHARDED if r in roles)
+    """Whether flash-attn is taken to be installed: a sharded role's attention is its own, or blank, which is that."""
+    return any(roles[r].attn_implementation in (None, "flash_attention_2") for r in _SHARDED if r in roles)
 
 
 def _check(
