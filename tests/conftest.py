@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # tests are never timed: a busy machine is no fault of the code
+hypothesis.settings.load_profile("untimed")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
