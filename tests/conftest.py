@@ -11,7 +11,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # tests are never timed: a busy machine is no fault of the code
+# Tests are never timed: a busy machine is no fault of the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
