@@ -208,17 +208,20 @@ def attention(results: Path) -> str:
     return markdown(columns, lines)
 
 
+def _predicted_peak(way: Mapping[str, Any]) -> int | None:
+    return max((row["predicted"] for row in way["phases"] if row["predicted"] is not None), default=None)
+
+
 def offload_ways(results: Path) -> str:
     """Whole steps with every way to offload, measured and predicted."""
     lines = []
     for way in _record(results, "h200_offload_advice")["ways"]:
         by_name = {row["phase"]: row for row in way["phases"]}
-        guessed = max((row["predicted"] for row in way["phases"] if row["predicted"] is not None), default=None)
         lines.append(
             (
                 f"{way['backend']}: {way['way']}", way["failed"] or _number(_of(by_name, "generate"), 2),
-                _number(_of(by_name, "update_actor"), 2), _number(way["step_s"], 2), _gib(way["peak"]), _gib(guessed),
-                _gib(way["host"]), _gib(way["predicted_host"]),
+                _number(_of(by_name, "update_actor"), 2), _number(way["step_s"], 2), _gib(way["peak"]),
+                _gib(_predicted_peak(way)), _gib(way["host"]), _gib(way["predicted_host"]),
             )
         )  # fmt: skip
     columns = (
@@ -232,11 +235,11 @@ def offload_short(results: Path) -> str:
     lines = []
     for way in _record(results, "h200_offload_advice")["ways"]:
         if way["backend"] == "device_map":
-            guessed = max((row["predicted"] for row in way["phases"] if row["predicted"] is not None), default=None)
             step_s, guessed_s = way["step_s"], way["predicted_step_s"]
             lines.append(
                 (
-                    way["way"], way["failed"] or _number(step_s, 2), _number(guessed_s, 2), _gib(way["peak"]), _gib(guessed),
+                    way["way"], way["failed"] or _number(step_s, 2), _number(guessed_s, 2), _gib(way["peak"]),
+                    _gib(_predicted_peak(way)),
                 )
             )  # fmt: skip
     return markdown(("", "s a step", "predicted", "fullest GPU, GiB", "predicted"), lines)
